@@ -6,11 +6,10 @@ of memory. Before a buffer is saved again, one frame in a hundred is replaced.
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +22,7 @@ from gpu_replay.console.markdown import table
 from gpu_replay.console.progress import Progress
 from gpu_replay.engines.storage import free_bytes
 
-from .measure import Plan, Run, quantiles
-from .memory import status
+from .measure import Plan, Run
 from .operations import OURS, Case
 from .records import Record
 from .subjects import FRAME_BYTES, Bound
@@ -38,22 +36,18 @@ def cases(quick: bool) -> list[Case]:
     """All that is measured, for as many frames as there are memory and disk for; at most 20 GB."""
     memory, disk = free_bytes(torch.device("cpu")), shutil.disk_usage(Path.cwd()).free
     most = QUICK_BYTES if quick else min(MOST_BYTES, 0.3 * (memory or MOST_BYTES), 0.25 * disk)
-    names = ("checkpoint-save", "checkpoint-load", "checkpoint-again", "checkpoint-memory")
+    names = ("checkpoint-save", "checkpoint-load", "checkpoint-again")
     return [Case(name, int(most) // FRAME_BYTES, 0) for name in names]
 
 
 def records(run: Run, cases: Sequence[Case], progress: Progress) -> Iterator[Record]:
-    """Times of saving, loading and saving again, for both; and what both take of memory beyond the buffer's."""
+    """Times of saving, loading and saving again, for both."""
     count, rounds = cases[0].capacity, 1 if run.quick else 3
     run = replace(run, plan=Plan(0, 0, fewest=rounds, most=rounds))
     with tempfile.TemporaryDirectory(prefix="gpu-replay-", dir=Path.cwd()) as name:
         work = _Work(Path(name), count)
 
         def measured(case: Case) -> Iterator[Record]:
-            if case.operation == "checkpoint-memory":
-                for call, peak in work.peaks.items():
-                    yield run.record(case, call, quantiles(np.array([peak])), 1, unit="bytes", copy_share=None)
-                return
             for record in run.timed(case, work.bound()[case.operation], progress):
                 moved = work.written() if case.operation == "checkpoint-again" else case.bytes
                 yield replace(record, bytes=moved, copy_share=None)
@@ -62,7 +56,7 @@ def records(run: Run, cases: Sequence[Case], progress: Progress) -> Iterator[Rec
 
 
 class _Work:
-    """A buffer of random frames that was saved and loaded once: what that took of memory is in `peaks`."""
+    """A buffer of random frames that was saved once."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self._plain, self._saved = folder / "plain", folder / "saved"
@@ -75,7 +69,7 @@ class _Work:
         self._before: set[str] = set()
         self._loaded: ReplayBuffer | None = None
         self._write()
-        self.peaks = {"save": self._peak(self._save), "load": self._peak(self._load) - self._buffer.nbytes}
+        self._save()
 
     def bound(self) -> dict[str, dict[str, Bound]]:
         """Calls by operation and implementation, and what comes before each."""
@@ -89,14 +83,6 @@ class _Work:
     def written(self) -> int:
         """Bytes of the files that the last save wrote."""
         return sum(file.stat().st_size for file in self._saved.iterdir() if file.name not in self._before)
-
-    def _peak(self, call: Callable[[], object]) -> int:
-        # reset the peak of this process's memory
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")
-        before = status("VmRSS")
-        call()
-        return status("VmHWM") - before
 
     def _save(self) -> None:
         self._buffer.save(self._saved)
@@ -132,7 +118,7 @@ class _Work:
 
 def checkpoint_table(found: Sequence[Record], peers: Sequence[Record] = ()) -> str:
     """One line for each way of moving the bytes: seconds, throughput, and share of the plain file's."""
-    times = {(record.operation, record.implementation): record for record in found if record.unit == "us"}
+    times = {(record.operation, record.implementation): record for record in found}
     names = {
         ("checkpoint-save", BARE): "plain sequential write",
         ("checkpoint-save", OURS): "`save` to a new folder",
@@ -146,7 +132,4 @@ def checkpoint_table(found: Sequence[Record], peers: Sequence[Record] = ()) -> s
             seconds, moved, bare = record.median / 1e6, record.bytes / 1e9, times.get((operation, BARE))
             share = "" if bare is None else f"{100 * bare.median / record.median:,.0f}%"
             rows.append([name, f"{moved:,.2f}", f"{seconds:,.2f}", f"{moved / seconds:,.2f}", share])
-    memory = {record.implementation: record.median / 2**20 for record in found if record.unit == "bytes"}
-    resident = ", ".join(f"`{name}` {size:,.0f} MiB" for name, size in memory.items())
-    header = ["what is done", "GB", "s", "GB/s", "of the plain file's"]
-    return f"{table(header, rows)}\n\nPeak of resident memory beyond the buffer's own: {resident}."
+    return table(["what is done", "GB", "s", "GB/s", "of the plain file's"], rows)

@@ -47,10 +47,9 @@ from gpu_replay.ops import launch as launches
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 
 from . import kernels, ours
-from .measure import Plan, captured, cuda_clock, measure
-from .operations import OURS, Case
+from .measure import Plan, cuda_clock, measure
+from .operations import Case
 from .records import now
-from .report import targets_first
 
 GPU = torch.device("cuda")
 # the exit status if not even one kernel can be launched, so that nothing else is worth trying
@@ -291,21 +290,6 @@ def contended() -> str:
     return f"{len(keys):,} updates"
 
 
-def network() -> str:
-    """The first convolution of Atari agents in bfloat16, channels last, forward and back, captured."""
-    images = torch.rand(SIZES["batch"] // 16, 4, 84, 84, device=GPU, dtype=torch.bfloat16)
-    images = images.to(memory_format=torch.channels_last)
-    layer: torch.nn.Module = torch.nn.Conv2d(4, 32, 8, 4, device=GPU, dtype=torch.bfloat16)
-    layer = layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def both() -> None:
-        layer(images).float().square().mean().backward()
-
-    both()
-    replay = captured(both, GPU, 1)
-    return f"{np.median(cuda_clock(replay, lambda: None, SIZES['calls'])) / 1e3:.0f} µs forward and back"
-
-
 def trained(env: str, *options: str) -> Callable[[], str]:
     """Make a check that trains on a device-resident game for some seconds."""
 
@@ -320,9 +304,8 @@ def trained(env: str, *options: str) -> Callable[[], str]:
     return check
 
 
-# how the command is run, sizes of the cases that are timed, and further options of `train`
+# how the command is run, and further options of `train`
 PROGRAM = ["-m", "gpu_replay"]
-TIMED: dict[str, Any] = {"capacities": (10_000, 1_000_000, 10_000_000)}
 TINY: list[str] = []
 
 
@@ -340,18 +323,6 @@ def nccl() -> str:
             raise Wrong("a row is not whole")
     dist.destroy_process_group()
     return "global batches are whole"
-
-
-def times() -> str:
-    """Time a captured call of each case that has a target: the result of a round that goes no further."""
-    told = []
-    for case in targets_first(kernels.kernel_cases("cuda", **TIMED))[:15]:
-        work = kernels.makers(case)[OURS](kernels.inputs(case, GPU))
-        work.prepare()
-        timing = measure(captured(work.call, GPU, 1), prepare=lambda: None, plan=Plan(0.0, 0.05, 5, 500), device=GPU)
-        told.append(f"{case.name} {np.median(timing.nanoseconds) / 1e3:.1f} µs")
-        print(told[-1], flush=True)
-    return "; ".join(told)
 
 
 _NO_GRAPH = {"timing": ["--timing", "events"], "train": ["--no-graph"]}
@@ -373,11 +344,9 @@ FEATURES: dict[str, Feature] = {
     "pinned": Feature(pinned, {"pytest": ["--ignore=tests/durability/test_places.py"]}),
     "scan": Feature(scan, {"skip": ["prefix-sum*"]}),
     "contended": Feature(contended),
-    "network": Feature(network),
     "catch": Feature(trained("catch"), limit=40.0),
     "device-pong": Feature(trained("device-pong", "--eval-every", "1000000000"), limit=40.0),
     "nccl": Feature(nccl),
-    "times": Feature(times),
 }
 
 

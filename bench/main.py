@@ -17,21 +17,18 @@ from gpu_replay.console.arguments import Parser, positive
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.progress import Progress
 
-from . import checkpoint, kernels, memory, operations, peers_suite, plots, records, report, scale, storage, subjects
-from .gpu_page import page as page_of
-from .measure import How, Maker, Part, Plan, Run, compared, copy_bandwidth
+from . import checkpoint, kernels, operations, peers_suite, plots, records, report, scale, storage, subjects
+from .measure import How, Part, Plan, Run, copy_bandwidth
 from .operations import OURS, Case, chosen
 from .peers import PEERS, available, peer_versions
 from .records import CannotMeasure, DeviceLost, Record, default_file, read, recorded_files, write
-from .report import targets_first
 from .sharded import parts as sharded_parts
 from .subjects import CPU
-from .test_gate import failed_tests
 
 QUICK = Plan(warmup=0.01, seconds=0.02, fewest=20, most=200)
 QUICK_CAPACITIES = (10_000,)
 QUICK_BATCHES = (32, 256)
-QUICK_FRAMES, QUICK_STEPS = (2_000, (32,)), 100
+QUICK_STEPS = 100
 # a kernel that takes a second is called a few times, one that takes a microsecond thousands of times
 KERNELS = Plan(warmup=0.03, seconds=0.2, fewest=6, most=5000)
 # a step of Atari agents: environments, steps of each in the ring, transitions learned from
@@ -41,23 +38,12 @@ LOST = 3
 
 
 class Work(NamedTuple):
-    """What a suite measures: on which device, in which ways (by default one that the device has), with changes of Run.
-
-    name: of its records' file, if that is not the suite's.
-    """
+    """What a suite measures, on which device, in which ways (default: one that the device has), with changes of Run."""
 
     parts: Sequence[Part]
     device: torch.device = CPU
     ways: tuple[How, ...] = ()
     changes: Mapping[str, Any] = {}
-    name: str | None = None
-
-
-class Suite(NamedTuple):
-    """A command that measures."""
-
-    work: Callable[[argparse.Namespace], Work]
-    about: str
 
 
 def main(argv: Sequence[str]) -> int:
@@ -93,10 +79,9 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run, suite=name)
         return added.add_argument
 
-    for name, each in SUITES.items():
-        add = command(name, f"measure {each.about}", _measure)
-        file = default_file("kernels-DEVICE" if name == "kernels" else name)
-        add("--output", type=Path, metavar="FILE", help=f"JSON lines to merge into (default: {file})")
+    for name, (_, about) in SUITES.items():
+        add = command(name, f"measure {about}", _measure)
+        add("--output", type=Path, metavar="FILE", help=f"JSON lines to merge into (default: {default_file(name)})")
         add("--quick", action="store_true", help="few sizes and repetitions: a trial, no measurement")
         only = 'cases to run: a part of the name or a glob, "N=1M", "cycle/*"'
         add("--only", metavar="PATTERN", help=only)
@@ -114,41 +99,37 @@ def _parser() -> argparse.ArgumentParser:
     add = command("contact", "try each feature that a GPU may break, in a process of its own", _contact)
     add("--output", type=Path, metavar="FILE", help="JSON lines, replaced")
     add("--seconds", type=positive, default=180, metavar="N", help="for all of them (default: 180)")
-    files: dict[str, Any] = {
-        "nargs": "*",
-        "type": Path,
-        "metavar": "FILE",
-        "help": "JSON lines (default: all recorded)",
-    }
+    files: dict[str, Any] = {"nargs": "*", "type": Path, "metavar": "FILE"}
+    files["help"] = "JSON lines (default: all recorded)"
     add = command("report", "Markdown tables made from records", _report)
     add("files", **files)
     renew = "renew the text between its <!-- bench:NAME --> and <!-- /bench:NAME --> instead of printing; repeatable"
     add("--update", action="append", type=Path, metavar="DOCUMENT", help=renew)
     command("plot", "PNGs made from records, one folder for each file", _plot)("files", **files)
-    add = command("page", "write the page of one GPU from all that bench/on_gpu.py left in a folder", _page)
-    add("--results", type=Path, required=True, metavar="DIR", help="the folder of the records")
-    add("--output", type=Path, metavar="FILE", help="Markdown (default: DIR.md, beside the folder)")
     return parser
 
 
 def _cpu(options: argparse.Namespace) -> Work:
     sizes = (QUICK_CAPACITIES, QUICK_BATCHES) if options.quick else ()
-    resident = Case("memory", 100_000 if options.quick else 1_000_000, 0)
-    return Work([(operations.step_cases(*sizes), compared({OURS: subjects.replay})), ([resident], memory.records)])
+    return Work([(operations.step_cases(*sizes), partial(Run.records, makers={OURS: subjects.replay}))])
 
 
 def _gpu(options: argparse.Namespace) -> Work:
     device = _device("gpu", "cuda")
     slots = QUICK_CAPACITIES if options.quick else (*operations.CAPACITIES, 10_000_000)
     rows = QUICK_BATCHES if options.quick else (*operations.BATCHES, 65_536)
-    capacity, batches = ATARI_ENVS * (QUICK_STEPS if options.quick else ATARI_STEPS), (ATARI_BATCH,)
-    gathers, streams = operations.frame_cases(capacity, batches, ATARI_ENVS)
+    capacity = ATARI_ENVS * (QUICK_STEPS if options.quick else ATARI_STEPS)
+    atari = [
+        ("frame-cycle", ATARI_BATCH, ATARI_ENVS),
+        ("frames", ATARI_BATCH, 0),
+        ("frame-add", ATARI_ENVS, ATARI_ENVS),
+    ]
     # filled once for both ways
     vectors = {OURS: cache(partial(subjects.replay, device=device))}
     stacks = {OURS: cache(partial(subjects.frames, device=device, envs=ATARI_ENVS))}
     parts = [
-        (targets_first(gathers + streams), compared(stacks)),
-        (operations.step_cases(slots, rows), compared(vectors)),
+        ([Case(name, capacity, batch, added) for name, batch, added in atari], partial(Run.records, makers=stacks)),
+        (operations.step_cases(slots, rows), partial(Run.records, makers=vectors)),
     ]
     # all single calls before any capture, after which they would wait for the device
     return Work(parts, device, (options.timing,) if options.timing else ("events", "graph"))
@@ -163,20 +144,7 @@ def _kernels(options: argparse.Namespace) -> Work:
     way: How = "host" if device.type == "cpu" else (options.timing or "graph")
     # other work may share a CPU, while a GPU is the benchmark's own
     changes = {"plan": QUICK if options.quick else KERNELS, "rounds": 3 if device.type == "cpu" else 1}
-    return Work(
-        [(targets_first(cases), kernels.records)], device, (way,), changes, f"kernels-{records.device_slug(device)}"
-    )
-
-
-def _frames(options: argparse.Namespace) -> Work:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # a step of more environments fills a million slots in fewer calls
-    capacity, envs = (operations.FRAME_SLOTS, operations.FRAME_ENVS) if device == CPU else (1_000_000, ATARI_ENVS)
-    capacity, batches = QUICK_FRAMES if options.quick else (capacity, operations.FRAME_BATCHES)
-    ours: dict[str, Maker] = {OURS: cache(partial(subjects.frames, device=device, envs=envs))}
-    both: dict[str, Maker] = {**ours, "take": partial(subjects.take, device=device)}
-    gathers, streams = operations.frame_cases(capacity, batches, envs)
-    return Work([(gathers, compared(both)), (streams, compared(ours))], device, changes={"rounds": 5})
+    return Work([(cases, kernels.records)], device, (way,), changes)
 
 
 def _peers(options: argparse.Namespace) -> Work:
@@ -191,22 +159,22 @@ def _scale(options: argparse.Namespace) -> Work:
     return Work(scale.parts(options.quick, names), changes={"rounds": 3, "versions": peer_versions(names)})
 
 
-SUITES = {
-    "cpu": Suite(_cpu, "add, sample, update, full cycles and memory, on the CPU with one thread"),
-    "gpu": Suite(_gpu, "add, sample, update and full cycles on the GPU, vectors and Atari frames, called and replayed"),
-    "kernels": Suite(_kernels, "single operations of this package beside the torch operations that do the same"),
-    "frames": Suite(_frames, "stacks of Atari frames stored once, beside a plain copy of the same bytes"),
-    "peers": Suite(_peers, "full cycles and adds, interleaved with other libraries"),
-    "checkpoint": Suite(
+# what each command measures, and a description
+SUITES: dict[str, tuple[Callable[[argparse.Namespace], Work], str]] = {
+    "cpu": (_cpu, "add, sample, update and full cycles, on the CPU with one thread"),
+    "gpu": (_gpu, "add, sample, update and full cycles on the GPU, vectors and Atari frames, called and replayed"),
+    "kernels": (_kernels, "single operations of this package beside the torch operations that do the same"),
+    "peers": (_peers, "full cycles and adds, interleaved with other libraries"),
+    "checkpoint": (
         lambda options: Work([(checkpoint.cases(options.quick), checkpoint.records)]),
         "saving and loading a buffer as large as fits, beside a plain write and read",
     ),
-    "scale": Suite(_scale, "each call over slots and over batches, and bytes over fields, beside peers and plain C"),
-    "sharded": Suite(
+    "scale": (_scale, "each call over slots and over batches, and bytes over fields, beside peers and plain C"),
+    "sharded": (
         lambda options: Work(sharded_parts(options.quick)),
         "rows and bytes that the ranks of a sharded buffer send each other, on gloo over the loopback device",
     ),
-    "storage": Suite(
+    "storage": (
         lambda options: Work([(storage.cases(options.quick), storage.records)]),
         "storing transitions and reading batches, for deque, list, NumPy rings and this buffer",
     ),
@@ -240,16 +208,6 @@ def _plot(options: argparse.Namespace) -> None:
             print(f"{image}: plotted from {file}", file=sys.stderr)
 
 
-def _page(options: argparse.Namespace) -> None:
-    folder: Path = options.results
-    if not folder.is_dir():
-        raise UserError(f"--results {folder} is not a folder; `bench/on_gpu.py` makes one.")
-    output: Path = options.output or folder.resolve().with_name(f"{folder.resolve().name}.md")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page_of(folder, output))
-    print(f"{output} is written")
-
-
 def _device(command: str, kind: str) -> torch.device:
     if kind == "cuda" and not torch.cuda.is_available():
         raise CannotMeasure(f"bench {command} needs a CUDA or ROCm device and torch finds none.")
@@ -257,21 +215,18 @@ def _device(command: str, kind: str) -> torch.device:
 
 
 def _measure(options: argparse.Namespace) -> None:
-    """Run the tests, measure the chosen cases with a progress bar, and print tables; each record is written at once.
+    """Measure the chosen cases with a progress bar, and print tables; each record is written at once.
 
-    Failing tests are named in the records; a trial runs no tests. A case that fails leaves a line in a separate file,
-    and the others are measured; CannotMeasure reports it at the end.
+    A case that fails leaves a line in a separate file, and the others are measured; CannotMeasure reports it at the
+    end.
     """
-    work, quick = SUITES[options.suite].work(options), options.quick
+    work, quick = SUITES[options.suite][0](options), options.quick
     kept = chosen([case for cases, _ in work.parts for case in cases], options.only, options.skip)
-    output = options.output or default_file((work.name or options.suite) + records.QUICK * quick)
+    output = options.output or default_file(options.suite + records.QUICK * quick)
     errors = output.with_suffix(records.ERRORS)
     done = _done(output, errors) if options.missing else set()
     if not options.missing:
         errors.unlink(missing_ok=True)
-    failed = None if quick else failed_tests(dict.fromkeys(case.operation for case in kept), work.device)
-    if failed:
-        print(f"tests fail, which the records will say: {', '.join(failed)}", file=sys.stderr)
     sizes = {"nbytes": 2**25, "repetitions": 3} if quick else {}
     ways = work.ways or ("host" if work.device.type == "cpu" else "events",)
     given: dict[str, Any] = {"plan": QUICK if quick else Plan(), **work.changes, **({"rounds": 1} if quick else {})}
@@ -284,7 +239,6 @@ def _measure(options: argparse.Namespace) -> None:
                 environment=records.current_environment(work.device),
                 copy_bandwidth=copy_bandwidth(work.device, **sizes),
                 quick=quick,
-                failed_tests=failed,
                 errors=errors,
                 **given,
             )
@@ -306,5 +260,5 @@ def _measure(options: argparse.Namespace) -> None:
 def _done(output: Path, errors: Path) -> set[tuple[str, str]]:
     """Cases that were recorded or failed before, and how they were timed."""
     lines = errors.read_text().splitlines() if errors.is_file() else []
-    recorded = {(record.case, record.clock) for record in read(output)} if output.is_file() else set()
+    recorded = {(record.case, record.timing) for record in read(output)} if output.is_file() else set()
     return recorded | {(each["case"], each["timing"]) for each in map(json.loads, lines)}

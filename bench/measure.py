@@ -17,13 +17,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import cycle, groupby, islice, repeat
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gpu_replay.console.progress import Progress
 from gpu_replay.graphs.cuda_graph import CaptureError, CudaGraphCall
@@ -31,7 +31,7 @@ from gpu_replay.graphs.cuda_graph import CaptureError, CudaGraphCall
 from . import subjects
 from .operations import Case
 from .records import CannotMeasure, DeviceLost, Environment, Record
-from .subjects import POOL, Bound, Call, Subject, make_priorities
+from .subjects import POOL, Bound, Call, Subject
 
 Maker = Callable[[int], Subject]
 # how a call is timed: by the host's clock, between CUDA events, or between events around a replayed graph of calls
@@ -75,8 +75,6 @@ class Timing(NamedTuple):
 
 def quantiles(values: np.ndarray) -> dict[str, float]:
     """p10, p50 (the median) and p90 of (n,) values, linear between neighbours."""
-    if values.size == 0:
-        raise ValueError("there are no times to take quantiles of: measure at least one repetition.")
     low, middle, high = np.quantile(values, (0.1, 0.5, 0.9))
     return {"p10": float(low), "p50": float(middle), "p90": float(high)}
 
@@ -195,6 +193,11 @@ def copy_bandwidth(device: torch.device, *, nbytes: int = 2**28, repetitions: in
     return 2 * nbytes / (float(np.median(elapsed)) / 1e9)
 
 
+def make_priorities(batch: int, random: np.random.Generator) -> Tensor:
+    """(batch,) float32 absolute TD errors, as a learner would give them."""
+    return torch.from_numpy(np.abs(random.standard_normal(batch, dtype=np.float32)))
+
+
 def bind(operation: str, subject: Subject, batch: int, added: int, device: torch.device) -> Bound:
     """A call of a full subject to measure ("add", "sample", "update", "cycle", "read"), and what to do before each."""
     random, sample, update = np.random.default_rng(1), subject.sample, subject.update
@@ -251,7 +254,6 @@ class Run:
     versions:       of the implementations measured, by name, beside those of the environment.
     rounds:         parts into which the plan's time is split; each measures all subjects.
     way:            how calls are timed; "graph" where they can be captured.
-    failed_tests:   of all operations; None where they were not run.
     errors:         a file for a line of JSON for each case that fails.
     """
 
@@ -264,7 +266,6 @@ class Run:
     versions: Mapping[str, str | None] = field(default_factory=dict)
     rounds: int = 1
     way: How = "host"
-    failed_tests: Sequence[str] | None = None
     errors: Path | None = None
 
     def each(
@@ -379,19 +380,12 @@ class Run:
         values |= {"suite": self.suite, "case": case.name, "fields": dict(case.kind.fields), "quick": self.quick}
         values |= {"implementation": implementation, "repetitions": repetitions, "warmup": 0, "unit": "us"}
         values |= {"quantiles": {name: round(value, 4) for name, value in quantiles.items()}}
-        # a peak of memory can be 0 bytes above what was there
+        # a rank may get no rows from others
         share = round(case.bytes / (middle / 1e6) / self.copy_bandwidth, 5) if middle else None
         values |= {"copy_bandwidth": round(self.copy_bandwidth), "copy_share": share}
-        outcome = None if self.failed_tests is None else "failed" if self.failed_tests else "passed"
-        values |= {"tests": outcome, "failed_tests": list(self.failed_tests or ())}
         return Record(**{**values, "environment": replace(self.environment, versions=versions), **more})
 
 
 # cases, and what measures them
 Records = Callable[[Run, Sequence[Case], Progress], Iterator[Record]]
 Part = tuple[Sequence[Case], Records]
-
-
-def compared(makers: Mapping[str, Maker]) -> Records:
-    """The part of a suite that measures these implementations, as `Run.records` does."""
-    return partial(Run.records, makers=makers)

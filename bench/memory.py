@@ -18,7 +18,7 @@ from gpu_replay.console.progress import Progress
 
 from . import subjects
 from .measure import Run, quantiles
-from .operations import OURS, Case
+from .operations import Case
 from .peers import make_peer
 from .records import Record
 from .subjects import Subject, Task, described, dtypes_of, row_bytes
@@ -49,19 +49,19 @@ def status(name: str) -> int:
     raise OSError(f"/proc/self/status does not tell {name}.")
 
 
-def measured(make: Maker, capacity: int, width: int) -> tuple[int, int | None]:
-    """Bytes that a new process takes more for a full buffer, and those that the buffer itself reports."""
+def measured(make: Maker, capacity: int, width: int) -> int:
+    """Bytes that a new process takes more for a full buffer."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_filled, make, capacity, width).result()
 
 
-def _filled(make: Maker, capacity: int, width: int) -> tuple[int, int | None]:
+def _filled(make: Maker, capacity: int, width: int) -> int:
     torch.set_num_threads(1)
     # a small buffer first, kept, so that code and scratch memory of all calls are there before the reading
     kept = [_used(make, 8192, width)]
     before = status("VmRSS")
     kept.append(_used(make, capacity, width))
-    return status("VmRSS") - before, kept[1].nbytes
+    return status("VmRSS") - before
 
 
 def _used(make: Maker, capacity: int, width: int) -> Subject:
@@ -76,18 +76,14 @@ def _used(make: Maker, capacity: int, width: int) -> Subject:
     return subject
 
 
-def records(
-    run: Run, cases: Sequence[Case], progress: Progress, makers: Mapping[str, Maker] | None = None
-) -> Iterator[Record]:
+def records(run: Run, cases: Sequence[Case], progress: Progress, makers: Mapping[str, Maker]) -> Iterator[Record]:
     """Resident bytes a transition of full buffers, beside the bytes of its fields; errors as of `status`."""
 
     def filled(case: Case) -> Iterator[Record]:
         dtypes = dtypes_of(case.width or 4)
-        for name, make in (makers or {OURS: ours}).items():
-            found = [measured(make, case.capacity, case.width or 4) for _ in range(1 if run.quick or makers else 3)]
-            spread = quantiles(np.array([resident for resident, _ in found]) / case.capacity)
-            counted = None if found[0][1] is None else round(found[0][1] / case.capacity, 2)
-            more = {"unit": "bytes", "bytes": row_bytes(dtypes), "counted": counted, "copy_share": None}
-            yield run.record(case, name, spread, len(found), fields=described(dtypes), **more)
+        for name, make in makers.items():
+            resident = quantiles(np.array([measured(make, case.capacity, case.width or 4) / case.capacity]))
+            more = {"unit": "bytes", "bytes": row_bytes(dtypes), "copy_share": None}
+            yield run.record(case, name, resident, 1, fields=described(dtypes), **more)
 
     return run.each(cases, progress, filled)

@@ -1,17 +1,16 @@
-"""Run everything that needs a GPU, in parts that can be run one by one, and make a page of the results.
+"""Run everything that needs a GPU, in parts that can be run one by one.
 
     python bench/on_gpu.py [PART ...] [options]
 
 It needs this checkout and a Python with PyTorch, Triton, NumPy and pytest, but no installation and no network. Each
 step of a part is a process with its own time limit: it is interrupted at the limit and killed ten seconds later, and
-the next step starts. A step leaves NAME.log and one line in PART.steps.jsonl. Results are written at once, so a part
-may be killed at any moment. The exit status is 0 only if every step succeeded.
+the next step starts. A step leaves NAME.log. Results are written at once, so a part may be killed at any moment. The
+exit status is 0 only if every step succeeded.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import re
@@ -25,11 +24,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 # seconds of each part, in the order in which they run
-PARTS = {"contact": 200, "records": 500, "pong": 400, "tests": 420, "memcheck": 120, "page": 40}
+PARTS = {"contact": 200, "records": 500, "pong": 400, "tests": 420, "memcheck": 120}
 # the exit status of a suite that lost the device, and how often it is then restarted for the missing cases
 LOST, AGAIN = 3, 3
 NO_LAUNCH = 3
@@ -38,7 +37,7 @@ OUT_OF_TIME = 124
 GPU_ONLY = "test_gpu"
 TINY = "--steps 120 --num-envs 8 --capacity 400 --warmup 80 --batch-size 8 --updates 1 --eval-episodes 2"
 TINY += " --eval-max-steps 5 --log-every 40"
-DESCRIBE = "import torch, triton; print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, sep='\\t')"
+DESCRIBE = "import torch, triton; print(torch.cuda.get_device_name())"
 
 
 class Step(NamedTuple):
@@ -56,7 +55,8 @@ class Round:
     def __init__(self, options: argparse.Namespace, fallbacks: dict[str, list[str]]) -> None:
         self._output: Path = options.output
         self._small: bool = options.rehearsal
-        self._workers = 1 if options.rehearsal else options.workers
+        # test processes on the one GPU
+        self._workers = max(1, (os.cpu_count() or 1) - 2) if find_spec("xdist") and not options.rehearsal else 1
         self._fallbacks = fallbacks
         self._run = [sys.executable, "-m", *(["rehearsal"] if options.rehearsal else [])]
 
@@ -78,11 +78,10 @@ class Round:
         return Step(env, [*self._run, "gpu_replay", "train", env, *words, *tiny], seconds)
 
     def _pytest(self, name: str, seconds: float, *where: str, before: Sequence[str] = (), workers: int = 0) -> Step:
-        outcomes = self._output / f"{name}.outcomes.jsonl"
         workers = workers or self._workers
         parallel = ["-p", "xdist.plugin", "-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
         options = [*parallel, "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60", "-W", "default", "-m", "gpu"]
-        options += ["--continue-on-collection-errors", f"--outcomes={outcomes}", "-v", *self._words("pytest")]
+        options += ["--continue-on-collection-errors", "-v", *self._words("pytest")]
         return Step(name, [*before, *self._run, "pytest", *options, *where], seconds)
 
     def contact(self, seconds: float) -> Iterator[Step]:
@@ -91,10 +90,9 @@ class Round:
         yield Step("contact", [*self._run, "gpu_replay", "bench", "contact", *given], seconds)
 
     def records(self, seconds: float) -> Iterator[Step]:
-        """All suites for a GPU; in each, what has a target comes first."""
-        yield self._bench("kernels", 0.55 * seconds, "timing", only="N=1k")
-        yield self._bench("gpu", 0.3 * seconds, "timing", only="*cycle*")
-        yield self._bench("frames", 0.15 * seconds)
+        """All suites for a GPU."""
+        yield self._bench("kernels", 0.6 * seconds, "timing", only="N=1k")
+        yield self._bench("gpu", 0.4 * seconds, "timing", only="*cycle*")
 
     def pong(self, seconds: float) -> Iterator[Step]:
         """Two games, the second one by ALE if it is installed."""
@@ -120,14 +118,6 @@ class Round:
             where = ["tests/kernels/test_gpu_smoke.py", "-k", chosen]
             yield self._pytest("memcheck", seconds, *where, before=before, workers=1)
 
-    def page(self, seconds: float) -> Iterator[Step]:
-        """Plots, and the page of all records."""
-        bench = [sys.executable, "-m", "gpu_replay", "bench"]
-        records = self._output / "kernels.jsonl"
-        if records.is_file() and find_spec("matplotlib"):
-            yield Step("plot", [*bench, "plot", str(records)], seconds / 2)
-        yield Step("page", [*bench, "page", "--results", str(self._output)], seconds / 2)
-
 
 def main(argv: Sequence[str]) -> int:
     """Run the parts; returns the exit status."""
@@ -137,8 +127,6 @@ def main(argv: Sequence[str]) -> int:
     # packages that the machine lacks may be in a folder of the caller's
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *helpers, *filter(None, given)])
-    # it goes to all records, where git is not there too
-    variables |= {"GPU_REPLAY_COMMIT": options.about["commit"]} if options.commit else {}
     status = 0
     for part in options.parts:
         fallbacks = found_fallbacks(options.output / "contact.jsonl")
@@ -149,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
             for step in steps:
                 print(f"{step.seconds:.0f} s: {shlex.join(step.command)}")
             continue
-        ended = Part(part, options.output, variables, options.about).run(steps, seconds)
+        ended = run(part, steps, seconds, options.output, variables)
         status |= any(ended.values())
         if ended.get("contact") == NO_LAUNCH:
             print("== no kernel can be launched, so nothing else is tried")
@@ -162,37 +150,23 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("on_gpu.py", description=__doc__, formatter_class=plain)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--output", type=Path, help="where records go (default: bench/results/NAME-OF-THE-GPU)")
-    parser.add_argument("--commit", help="of the checkout, for the records (default: as git says)")
-    workers = max(1, (os.cpu_count() or 1) - 2) if find_spec("xdist") else 1
-    parser.add_argument("--workers", type=_positive, default=workers, help="test processes on the one GPU")
-    parser.add_argument("--seconds", type=_positive, help="the most that each part may take, instead of its own limit")
+    parser.add_argument("--seconds", type=int, help="the most that each part may take, instead of its own limit")
     parser.add_argument("--dry-run", action="store_true", help="print the commands instead; needs no GPU")
     parser.add_argument("--rehearsal", action="store_true", help="all of it without a GPU, in small; measures nothing")
     options = parser.parse_args(argv)
     options.parts = options.parts or list(PARTS)
     if unknown := [part for part in options.parts if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
-    about = {"gpu": "a rehearsal" if options.rehearsal else "no GPU"}
+    gpu = "a rehearsal" if options.rehearsal else "no GPU"
     if not (options.rehearsal or options.dry_run):
         try:
             done = subprocess.run([sys.executable, "-c", DESCRIBE], capture_output=True, text=True, check=True)
         except subprocess.CalledProcessError as error:
             parser.error(f"this needs a GPU, or --dry-run: {error.stderr.strip().splitlines()[-1]}")
-        about = dict(zip(("gpu", "torch", "triton"), done.stdout.strip().split("\t"), strict=True))
-    slug = re.sub(r"[^a-z0-9]+", "-", about["gpu"].lower()).strip("-")
+        gpu = done.stdout
+    slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     options.output = (options.output or ROOT / "bench" / "results" / slug).absolute()
-    options.commit = options.commit or os.environ.get("GPU_REPLAY_COMMIT")
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
-    found = "" if options.commit else subprocess.run(git, capture_output=True, text=True, check=False).stdout
-    # what every line of a step holds
-    options.about = {**about, "commit": options.commit or found.strip() or "unknown"}
     return options
-
-
-def _positive(text: str) -> int:
-    if not (text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"must be a whole number; found {text!r}")
-    return int(text)
 
 
 def found_fallbacks(file: Path) -> dict[str, list[str]]:
@@ -205,64 +179,54 @@ def found_fallbacks(file: Path) -> dict[str, list[str]]:
     return found
 
 
-class Part(NamedTuple):
-    """A part that runs: where it leaves what, the variables of its commands, what each line of a step holds."""
+def run(part: str, steps: Iterator[Step], seconds: float, output: Path, variables: dict[str, str]) -> dict[str, int]:
+    """Run the steps of a part within its time, each within its own; returns how they ended.
 
-    name: str
-    output: Path
-    variables: dict[str, str]
-    about: dict[str, str]
+    output:    where each leaves its log.
+    variables: the environment of their commands.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    until, saved, ended = time.monotonic() + seconds, 0.0, {}
+    for step in steps:
+        for number in range(1 + AGAIN * step.again):
+            # time that earlier steps did not need is left for this one
+            limit = min(step.seconds + saved, until - time.monotonic())
+            began, command = time.monotonic(), [*step.command, *(["--missing"] if number else [])]
+            print(f"== {part}: {step.name}{', again' * bool(number)}", flush=True)
+            status = ended[step.name] = _ended(output / f"{step.name}.log", command, limit, variables)
+            took = time.monotonic() - began
+            saved += step.seconds * (number == 0) - took
+            print(f"== {part}: {step.name} ended with status {status} after {took:.0f} s", flush=True)
+            if status != LOST:
+                break
+    return ended
 
-    def run(self, steps: Iterator[Step], seconds: float) -> dict[str, int]:
-        """Run the steps within the part's time, each within its own; returns how they ended."""
-        self.output.mkdir(parents=True, exist_ok=True)
-        lines = self.output / f"{self.name}.steps.jsonl"
-        lines.unlink(missing_ok=True)
-        until, saved, ended = time.monotonic() + seconds, 0.0, {}
-        for step in steps:
-            for number in range(1 + AGAIN * step.again):
-                # time that earlier steps did not need is left for this one
-                limit = min(step.seconds + saved, until - time.monotonic())
-                began, command = time.monotonic(), [*step.command, *(["--missing"] if number else [])]
-                print(f"== {self.name}: {step.name}{', again' * bool(number)}", flush=True)
-                status = ended[step.name] = self._ended(self.output / f"{step.name}.log", command, limit)
-                took = time.monotonic() - began
-                saved += step.seconds * (number == 0) - took
-                date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-                line: dict[str, Any] = {"part": self.name, "step": step.name, "status": status, "seconds": round(took)}
-                with lines.open("a") as file:
-                    file.write(json.dumps({**line, **self.about, "date": date}) + "\n")
-                if status:
-                    print(f"== {self.name}: {step.name} ended with status {status}", flush=True)
-                if status != LOST:
-                    break
-        return ended
 
-    def _ended(self, log: Path, command: list[str], limit: float) -> int:
-        """The exit status of a command; what it prints goes to the log, and at once to where this prints."""
-        if limit <= 0:
-            log.write_text("no time was left for it\n")
-            return OUT_OF_TIME
-        until, told = time.monotonic() + limit, None
-        with log.open("wb") as written, log.open("rb") as shown:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=self.variables, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                while process.poll() is None:
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(0.2)
-                    print(shown.read().decode(errors="replace"), end="", flush=True)
-                    if time.monotonic() > until:
-                        # interrupted first, so that what was measured is still written
-                        with suppress(ProcessLookupError):
-                            os.killpg(process.pid, signal.SIGKILL if told else signal.SIGINT)
-                        told, until = OUT_OF_TIME, time.monotonic() + 10
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            print(shown.read().decode(errors="replace"), end="", flush=True)
-        return told or process.returncode
+def _ended(log: Path, command: list[str], limit: float, variables: dict[str, str]) -> int:
+    """The exit status of a command; what it prints goes to the log, and at once to where this prints."""
+    if limit <= 0:
+        log.write_text("no time was left for it\n")
+        return OUT_OF_TIME
+    until, told = time.monotonic() + limit, None
+    with log.open("wb") as written, log.open("rb") as shown:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            while process.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(0.2)
+                print(shown.read().decode(errors="replace"), end="", flush=True)
+                if time.monotonic() > until:
+                    # interrupted first, so that what was measured is still written
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL if told else signal.SIGINT)
+                    told, until = OUT_OF_TIME, time.monotonic() + 10
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        print(shown.read().decode(errors="replace"), end="", flush=True)
+    return told or process.returncode
 
 
 def _interrupted(number: int, frame: object) -> None:

@@ -24,10 +24,9 @@ from .subjects import FIELDS, FRAME_BYTES, ROW_BYTES, STACK, described
 OURS = "gpu_replay"
 CAPACITIES = (10_000, 100_000, 1_000_000)
 BATCHES = (32, 256, 4096)
-FRAME_BATCHES = (32, 256, 1024)
 ADDED = 8
-# environments that step together, and steps of them all in a ring
-FRAME_ENVS, FRAME_SLOTS = 8, 20_000
+# steps in a ring of frames
+FRAME_SLOTS = 20_000
 # rings of rows and of frames that kernels gather from: on a GPU as many frames as Atari agents keep
 KERNEL_ROWS, KERNEL_FRAMES = 10**6, {"cuda": 10**6, "cpu": 10**5}
 
@@ -42,9 +41,8 @@ STACKS, FRAME = 2 * 2 * STACK * FRAME_BYTES, 2 * FRAME_BYTES
 
 @dataclass(frozen=True)
 class Operation:
-    """What a call does, the bytes that it must move, and the tests that check its answers.
+    """What a call does, and the bytes that it must move.
 
-    tests:              files of tests: "ring" for the file test_ring.py, "ring::test_wrap" for one of its tests.
     about:              a description, or the name of its rows in the table of peers.
     call:               name of the call in `measure.bind`, if it is one of those.
     slot, added, drawn: bytes read and written together, for each slot of the ring, each row added and each transition
@@ -56,7 +54,6 @@ class Operation:
     dtype:              dtype of gathered frames, None if there are none.
     """
 
-    tests: str
     about: str = ""
     call: str = ""
     slot: int = 0
@@ -77,6 +74,9 @@ class Case:
     capacity, batch: 0 if the operation does not depend on it; for adds `batch` is the number of rows added.
     added:           rows that the call adds.
     width:           float32 numbers of an observation, where they are not four.
+    name:            what `--only` matches: "cycle/N=1M/B=256", "prefix-sum/N=1M".
+    kind:            the operation itself.
+    bytes:           that must move, read and written together, whatever the implementation.
     """
 
     operation: str
@@ -84,23 +84,18 @@ class Case:
     batch: int
     added: int = 0
     width: int = 0
+    name: str = field(init=False)
+    kind: Operation = field(init=False, repr=False, compare=False)
+    bytes: int = field(init=False)
 
-    @property
-    def name(self) -> str:
-        """The name that `--only` matches: "cycle/N=1M/B=256", "prefix-sum/N=1M"."""
-        sizes = {"N": short(self.capacity) if self.capacity else 0, "B": self.batch, "W": self.width}
-        return "/".join([self.operation, *(f"{letter}={size}" for letter, size in sizes.items() if size)])
-
-    @property
-    def kind(self) -> Operation:
-        """The operation itself."""
-        return OPERATIONS[self.operation]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that must move, read and written together, whatever the implementation."""
-        kind = self.kind
-        return self.capacity * kind.slot + self.added * kind.added + self.batch * kind.drawn
+    def __post_init__(self) -> None:
+        kind = OPERATIONS[self.operation]
+        sizes = {"N": short(self.capacity), "B": str(self.batch), "W": str(self.width)}
+        name = "/".join([self.operation, *(f"{letter}={size}" for letter, size in sizes.items() if size != "0")])
+        moved = self.capacity * kind.slot + self.added * kind.added + self.batch * kind.drawn
+        # the way to give a frozen dataclass what follows from its other fields
+        for field_name, value in (("name", name), ("kind", kind), ("bytes", moved)):
+            object.__setattr__(self, field_name, value)
 
 
 def short(count: int) -> str:
@@ -111,9 +106,9 @@ def short(count: int) -> str:
     return str(count)
 
 
-def _below(tests: str, about: str, mine: Maker, others: Mapping[str, Maker], **of: Any) -> Operation:
+def _below(about: str, mine: Maker, others: Mapping[str, Maker], **of: Any) -> Operation:
     # without rows, if `of` gives no fields
-    return Operation(tests, about, ours=mine, baselines=others, **{"fields": {}, **of})
+    return Operation(about, ours=mine, baselines=others, **{"fields": {}, **of})
 
 
 def _frame_gather(dtype: torch.dtype) -> Operation:
@@ -125,46 +120,27 @@ def _frame_gather(dtype: torch.dtype) -> Operation:
     }
     about = f"stacks of {STACK} frames of 84x84 before and after, at given slots, as {dtype}"
     moved: dict[str, Any] = {"drawn": 8 + STACKS // 2 * (1 + dtype.itemsize), "dtype": dtype}
-    return _below("trajectory_oracle", about, ours.frame_gather, others, fields=FIELDS, cold=True, **moved)
+    return _below(about, ours.frame_gather, others, fields=FIELDS, cold=True, **moved)
 
 
-RING, DRAW, UPDATED = "programs inputs", "distributions", "priorities"
-ANSWERS = "bench_kernels::test_every_implementation_gives_right_answers"
-_ALL, _NBYTES = f"{RING} {DRAW} {UPDATED}", "memory::test_nbytes_holds_the_payload_and_little_more"
 _STEP = "one environment: add"
-_frames = partial(Operation, "trajectory_oracle", fields=FIELDS)
-_saved = partial(Operation, "checkpoints", fields=FIELDS)
-_stored = partial(Operation, "bench_suites")
+_frames = partial(Operation, fields=FIELDS)
 _draws, _updates, _both = (partial(each, make=ours.Index) for each in (draws, updates, draw_updates))
 
 # the operations below the buffers, in the order of their table
 KERNELS: dict[str, Operation] = {
-    "empty": _below(
-        ANSWERS, "nothing: an empty kernel, on a CPU one NumPy call on one number", ours.empty, baselines.EMPTY
-    ),
-    "prefix-sum": _below(
-        "prefix_sum", "inclusive prefix sums of N int64", ours.prefix_sum, baselines.SCANS, slot=16, cold=True
-    ),
+    "empty": _below("nothing: an empty kernel, on a CPU one NumPy call on one number", ours.empty, baselines.EMPTY),
+    "prefix-sum": _below("inclusive prefix sums of N int64", ours.prefix_sum, baselines.SCANS, slot=16, cold=True),
     # the masses once; what is written is internal to a structure
     "tree-build": _below(
-        f"prefix_sum {DRAW}",
-        "the sums that draws need, from N masses",
-        ours.tree_build,
-        baselines.TREES,
-        slot=8,
-        cold=True,
+        "the sums that draws need, from N masses", ours.tree_build, baselines.TREES, slot=8, cold=True
     ),
-    "draw": _below(DRAW, "B slots by mass, stratified, after any change", _draws, baselines.DRAWS, drawn=DRAWN),
-    "update": Operation(UPDATED, "update", "update", drawn=UPDATE, ours=_updates, baselines=baselines.UPDATES),
+    "draw": _below("B slots by mass, stratified, after any change", _draws, baselines.DRAWS, drawn=DRAWN),
+    "update": Operation("update", "update", drawn=UPDATE, ours=_updates, baselines=baselines.UPDATES),
     "draw-update": _below(
-        f"{DRAW} {UPDATED}",
-        "B slots by mass, then new masses for them",
-        _both,
-        baselines.DRAW_UPDATES,
-        drawn=DRAWN + UPDATE,
+        "B slots by mass, then new masses for them", _both, baselines.DRAW_UPDATES, drawn=DRAWN + UPDATE
     ),
     "rank-draw": _below(
-        DRAW,
         "B slots by rank, stratified, after B priorities have changed",
         ours.rank_draw,
         baselines.RANKS,
@@ -172,7 +148,6 @@ KERNELS: dict[str, Operation] = {
         drawn=DRAWN,
     ),
     "row-gather": Operation(
-        RING,
         f"rows of five small fields, {ROW_BYTES} bytes, at given slots",
         ours=ours.row_gather,
         baselines=baselines.ROWS,
@@ -181,43 +156,36 @@ KERNELS: dict[str, Operation] = {
     ),
     "frame-gather": _frame_gather(torch.uint8),
     "frame-gather-bf16": _frame_gather(torch.bfloat16),
-    "frame-gather-f16": _frame_gather(torch.float16),
 }
 
 OPERATIONS: dict[str, Operation] = {
     # add 8 rows, or a step of 8 environments, sample B, update B
-    "cycle": Operation(_ALL, "cycle", **CYCLE),
+    "cycle": Operation("cycle", **CYCLE),
     "frame-cycle": _frames("cycle, Atari", "cycle", added=FRAME, drawn=STACKS),
-    "add": Operation(RING, "add", "add", added=ADD),
+    "add": Operation("add", "add", added=ADD),
     "frame-add": _frames("add, Atari", "add", added=FRAME),
     "update": KERNELS["update"],
     # store one step of one environment; "exact" in the dtypes of the fields, "uniform" without priorities
-    "step-add": Operation(RING, _STEP, "add", added=ADD),
-    "step-exact": Operation(RING, f"{_STEP}, exact dtypes", "add", added=ADD),
-    "step-cycle": Operation(_ALL, f"{_STEP}, sample, update", **CYCLE),
-    "step-uniform": Operation(f"{RING} {DRAW}", f"{_STEP}, sample, no priorities", "read", added=ADD, drawn=SAMPLE),
-    "sample": Operation(DRAW, call="sample", drawn=SAMPLE),
+    "step-add": Operation(_STEP, "add", added=ADD),
+    "step-exact": Operation(f"{_STEP}, exact dtypes", "add", added=ADD),
+    "step-cycle": Operation(f"{_STEP}, sample, update", **CYCLE),
+    "step-uniform": Operation(f"{_STEP}, sample, no priorities", "read", added=ADD, drawn=SAMPLE),
+    "sample": Operation(call="sample", drawn=SAMPLE),
     # stacks of four frames of 84x84 before and after
     "frames": _frames(call="sample", drawn=STACKS),
-    # settings of this package beside each other: by rank or by mass, with or without replacement, with other goals or
-    # not, steps as such or as transitions, on one thread or two
-    "ratio-rank": Operation(DRAW, **CYCLE),
-    "ratio-replacement": Operation(DRAW, call="sample", drawn=SAMPLE),
-    "ratio-hindsight": Operation("hindsight", call="sample"),
-    "ratio-steps": Operation(RING, call="add", added=ADD),
-    "ratio-threads": _frames(call="sample", drawn=STACKS),
-    "storage-one": _stored("one at a time", "add", added=2 * ROW_BYTES + 8),
-    "storage-blocks": _stored("in blocks of", "add", added=2 * ROW_BYTES + 8),
-    "storage-batches": _stored("batches of", "sample", drawn=2 * ROW_BYTES),
-    "memory": Operation(_NBYTES),
+    # settings of this package beside each other: by rank or by mass, with or without replacement
+    "ratio-rank": Operation(**CYCLE),
+    "ratio-replacement": Operation(call="sample", drawn=SAMPLE),
+    "storage-one": Operation(call="add", added=2 * ROW_BYTES + 8),
+    "storage-blocks": Operation(call="add", added=2 * ROW_BYTES + 8),
+    "storage-batches": Operation(call="sample", drawn=2 * ROW_BYTES),
     # over the bytes of a row's fields
-    "bytes": Operation(_NBYTES),
-    "sharded": Operation("sharded::test_messages_and_bytes_are_those_on_paper"),
-    "checkpoint-save": _saved(slot=FRAME_BYTES),
-    "checkpoint-load": _saved(slot=FRAME_BYTES),
+    "bytes": Operation(),
+    "sharded": Operation(),
+    "checkpoint-save": _frames(slot=FRAME_BYTES),
+    "checkpoint-load": _frames(slot=FRAME_BYTES),
     # 1% of the frames are new
-    "checkpoint-again": _saved(),
-    "checkpoint-memory": _saved(slot=FRAME_BYTES),
+    "checkpoint-again": _frames(),
     **KERNELS,
 }
 
@@ -235,14 +203,6 @@ def step_cases(capacities: Sequence[int] = CAPACITIES, batches: Sequence[int] = 
 def cycle_cases(capacities: Sequence[int] = CAPACITIES, batches: Sequence[int] = BATCHES) -> list[Case]:
     """Full cycles only, as all peers are measured."""
     return [Case("cycle", capacity, batch, ADDED) for capacity in capacities for batch in batches]
-
-
-def frame_cases(
-    capacity: int = FRAME_SLOTS, batches: Sequence[int] = FRAME_BATCHES, envs: int = FRAME_ENVS
-) -> tuple[list[Case], list[Case]]:
-    """Sampling frames, which a plain copy does too; adding a step of frames, and whole cycles."""
-    cycles = [Case("frame-cycle", capacity, batch, envs) for batch in batches]
-    return [Case("frames", capacity, batch) for batch in batches], [Case("frame-add", capacity, envs, envs), *cycles]
 
 
 def chosen(cases: Sequence[Case], pattern: str | None, skipped: Sequence[str] = ()) -> list[Case]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .operations import ADDED
 from .records import CannotMeasure, installed_version
-from .subjects import ALPHA, BETA, EPS, STACK, Rows, Sampled, Subject, Task, tensors
+from .subjects import ALPHA, BETA, EPS, Rows, Sampled, Subject, Task, tensors
 
 
 def cpprb(task: Task) -> Subject:
@@ -170,58 +170,6 @@ def torchrl(task: Task) -> Subject:
     return task.subject(add, sample, buffer.update_priority, inputs)
 
 
-def dopamine(task: Task) -> Subject:
-    """Dopamine: `ReplayBuffer` with `PrioritizedSamplingDistribution`, transitions as objects, a sum tree in NumPy.
-
-    Only `dopamine.jax.replay_memory` is imported, which needs none of the distribution's other requirements
-    (TensorFlow, gym). Elements are stored as they are (`compress=False`): unpacking its compressed stacks takes about
-    ten times as long as drawing them. It holds the steps of one environment, which are given one at a time; `next_obs`
-    is the following row, so it is not given. It returns probabilities, from which the weights are computed here. A
-    capacity that is a power of two fails once it is full: the new element enters the tree before the oldest leaves it.
-    """
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    parts = ("elements", "samplers", "replay_buffer", "accumulator")
-    elements, samplers, buffers, accumulator = (
-        importlib.import_module(f"dopamine.jax.replay_memory.{name}") for name in parts
-    )
-    buffer = buffers.ReplayBuffer(
-        # stacks, steps until bootstrapping, discount
-        accumulator.TransitionAccumulator(STACK if task.stacks else 1, 1, 0.99),
-        samplers.PrioritizedSamplingDistribution(0, priority_exponent=ALPHA, max_capacity=task.capacity),
-        batch_size=32,
-        max_capacity=task.capacity,
-        compress=False,
-    )
-
-    def inputs(rows: Rows) -> Any:
-        # its accumulator builds the stacks
-        obs, after = ((rows[name][:, -1] if task.stacks else rows[name]) for name in ("obs", "next_obs"))
-        made = []
-        for i, ended in enumerate(rows["terminated"]):
-            made.append(elements.TransitionElement(obs[i], int(rows["action"][i]), float(rows["reward"][i]), False))
-            if ended:
-                # an ending is an element of its own, with the final observation
-                made.append(elements.TransitionElement(after[i], 0, 0.0, True))
-        return made
-
-    def add(rows: Any) -> None:
-        for element in rows:
-            buffer.add(element, priority=1.0)
-
-    def sample(batch: int) -> Sampled:
-        drawn, about = buffer.sample(batch, with_sample_metadata=True)
-        weight = about.probabilities**-BETA
-        # stacks come with the frames last
-        obs, after = np.moveaxis(drawn.state, -1, 1), np.moveaxis(drawn.next_state, -1, 1)
-        found = {"obs": obs, "action": drawn.action, "reward": drawn.reward, "next_obs": after}
-        return about.keys, tensors({**found, "terminated": drawn.is_terminal, "weight": weight / weight.max()})
-
-    def update(keys: Any, priorities: Tensor) -> object:
-        return buffer.update(keys, priorities=priorities.numpy())
-
-    return task.subject(add, sample, update, inputs, has_next_obs=False, consecutive=True)
-
-
 def python_sum_tree(task: Task) -> Subject:
     """The tree that most tutorials write: Python loops over a flat list of floats, transitions as tuples in a second.
 
@@ -320,27 +268,21 @@ class Peer(NamedTuple):
 
     make:         gives an empty buffer for a task.
     distribution: what has to be installed, if anything.
-    install:      how, where `pip install DISTRIBUTION` is not enough.
     uniform:      it has no priorities and so does less.
-    most:         rows of vectors that it can be filled with in a reasonable time.
     devices:      types of the devices on which it can store.
     """
 
     make: Callable[[Task], Subject]
     distribution: str | None
-    install: str | None = None
     uniform: bool = False
-    most: int | None = None
     devices: tuple[Literal["cpu", "cuda"], ...] = ("cpu",)
 
 
-_DOPAMINE = "pip install jax flax orbax-checkpoint gin-config python-snappy && pip install --no-deps dopamine-rl"
 PEERS = {
     "cpprb": Peer(cpprb, "cpprb"),
     "tianshou": Peer(tianshou, "tianshou"),
     "flashbax": Peer(flashbax, "flashbax"),
     "torchrl": Peer(torchrl, "torchrl", devices=("cpu", "cuda")),
-    "dopamine": Peer(dopamine, "dopamine-rl", install=_DOPAMINE, most=10_000),
     "python_sum_tree": Peer(python_sum_tree, None),
     "stable_baselines3": Peer(stable_baselines3, "stable-baselines3", uniform=True),
 }
@@ -355,21 +297,18 @@ def peer_versions(names: Iterable[str]) -> dict[str, str | None]:
 def make_peer(name: str, task: Task) -> Subject:
     """An empty buffer of another library.
 
-    Raises CannotMeasure when the library is not installed, does not work with what is, or would take too long to fill;
-    what goes wrong in the adapter itself is raised as it is.
+    Raises CannotMeasure when the library is not installed or does not work with what is; what goes wrong in the adapter
+    itself is raised as it is.
     """
     peer = PEERS[name]
     try:
         if task.device.type not in peer.devices:
             raise CannotMeasure(f"it stores nothing on a device of type {task.device.type!r}.")
-        if peer.most is not None and not task.stacks and task.capacity > peer.most:
-            raise CannotMeasure(f"filling it with more than {peer.most:,} rows takes too long.")
         return peer.make(task)
     except CannotMeasure as reason:
         raise CannotMeasure(f"{name} skipped: {reason}") from reason
     except ImportError as error:
-        install = peer.install or f"pip install {peer.distribution}"
-        raise CannotMeasure(f"{name} skipped: {_line(error)}; it needs `{install}`.") from error
+        raise CannotMeasure(f"{name} skipped: {_line(error)}; it needs `pip install {peer.distribution}`.") from error
     except Exception as error:
         # an installed library can fail in any way against a newer torch: that is a result, unlike a mistake of ours
         if Path(traceback.extract_tb(error.__traceback__)[-1].filename) == Path(__file__):

@@ -3,7 +3,7 @@
 The parts are filled, checked and measured one after the other, so that at most one buffer of each library is in
 memory. Most people start with one environment: its steps have a float64 reward and a Python bool, whatever the fields
 are. Settings of this package are compared in the same interleaved way (`ratio-*`): sampling by rank and by mass,
-uniform sampling with and without replacement, relabelled and plain batches, steps and transitions, two threads and one.
+uniform sampling with and without replacement.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from gpu_replay import Hindsight, Proportional, RankBased, Uniform
+from gpu_replay import Proportional, RankBased, Uniform
 
 from . import subjects
-from .measure import Maker, Part, compared
+from .measure import Maker, Part, Run
 from .operations import ADDED, FRAME_SLOTS, OURS, Case, cycle_cases
 from .peers import PEERS, make_peer
-from .subjects import ALPHA, BETA, CHECKED, Subject, Task
+from .subjects import ALPHA, BETA, Subject, Task
 
 STEP_BATCH = 64
 
@@ -56,7 +55,7 @@ def parts(sizes: Sizes, names: Sequence[str], device: torch.device) -> list[Part
         def made(name: str, capacity: int) -> Subject:
             return make_peer(name, Task(capacity, device=device, **task))
 
-        return cases, compared({OURS: ours, **{name: partial(made, name) for name in peers}})
+        return cases, partial(Run.records, makers={OURS: ours, **{name: partial(made, name) for name in peers}})
 
     def framed(cases: list[Case], added: int) -> Part:
         return beside(cases, partial(subjects.frames, device=device, n_step=1, envs=added), added=added, stacks=True)
@@ -73,44 +72,16 @@ def parts(sizes: Sizes, names: Sequence[str], device: torch.device) -> list[Part
         return [*found, beside([Case("update", largest, batch) for batch in sizes.batches], vectors, added=ADDED)]
     uniform = [name for name in names if PEERS[name].uniform]
     without = partial(stepped, sampler=Uniform())
+    # settings of this package; the first of each is the reference of the ratios
+    samplers = (Proportional(alpha=ALPHA, beta=BETA), RankBased(alpha=ALPHA, beta=BETA))
+    ranks = {type(each).__name__: partial(subjects.replay, sampler=each) for each in samplers}
+    ranked = [Case("ratio-rank", sizes.slots, batch, ADDED) for batch in sizes.batches]
+    draws = {str(each): partial(subjects.replay, sampler=each) for each in (Uniform(replacement=True), Uniform())}
     return [
         *found,
         beside([Case("step-add", one, 1, 1), Case("step-cycle", one, STEP_BATCH, 1)], stepped, added=1, stepped=True),
         beside([Case("step-exact", one, 1, 1)], vectors, added=1),
         beside([Case("step-uniform", one, STEP_BATCH, 1)], without, uniform, added=1, stepped=True),
-        *[(cases, compared(makers)) for cases, makers in _settings(sizes)],
-    ]
-
-
-def _reward(achieved: Tensor, desired: Tensor) -> Tensor:
-    return -(torch.linalg.vector_norm(achieved - desired, dim=1) > 0.05).float()
-
-
-def _settings(sizes: Sizes) -> list[tuple[list[Case], dict[str, Maker]]]:
-    """Comparisons of settings of this package; the first maker of each is the reference of the ratios."""
-    slots = sizes.slots
-
-    def sampled(**samplers: Any) -> dict[str, Maker]:
-        return {name: partial(subjects.replay, sampler=sampler) for name, sampler in samplers.items()}
-
-    def on_threads(threads: int) -> Maker:
-        return lambda capacity: subjects.on_threads(subjects.frames(capacity, n_step=1), threads)
-
-    def steps(envs: int) -> dict[str, Maker]:
-        stored = partial(subjects.replay, stepped=True)
-        return {"ReplayBuffer": stored, "TrajectoryReplayBuffer": partial(subjects.steps, envs=envs)}
-
-    masses, ranks = Proportional(alpha=ALPHA, beta=BETA), RankBased(alpha=ALPHA, beta=BETA)
-    uniform = sampled(**{"Uniform(replacement=True)": Uniform(replacement=True), "Uniform()": Uniform()})
-    goals = {"plain": None, "Hindsight": Hindsight(reward_fn=_reward)}
-    relabelled: dict[str, Maker] = {name: partial(subjects.goals, relabel=each) for name, each in goals.items()}
-    return [
-        *[([Case("ratio-steps", sizes.stepped, envs, envs)], steps(envs)) for envs in (1, ADDED)],
-        (
-            [Case("ratio-rank", slots, batch, ADDED) for batch in sizes.batches],
-            sampled(Proportional=masses, RankBased=ranks),
-        ),
-        ([Case("ratio-replacement", slots, 64)], uniform),
-        ([Case("ratio-hindsight", slots, CHECKED)], relabelled),
-        ([Case("ratio-threads", sizes.stacks, CHECKED)], {"1 thread": on_threads(1), "2 threads": on_threads(2)}),
+        (ranked, partial(Run.records, makers=ranks)),
+        ([Case("ratio-replacement", sizes.slots, 64)], partial(Run.records, makers=draws)),
     ]

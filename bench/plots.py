@@ -1,8 +1,4 @@
-"""Plots of records: time over size of kernels and of cycles beside other libraries, and a roofline of kernels.
-
-No operation can move bytes faster than a plain copy, nor take less time than an empty launch. In GB/s the first bound
-is flat and the second rises with the bytes. Both come from the same run as the points.
-"""
+"""Plots of records: time over size of kernels and of cycles beside other libraries."""
 
 from __future__ import annotations
 
@@ -24,14 +20,14 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
 
 
 def draw(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Plot kernels, cycles and calls that were measured at several sizes, a PNG each, and the roofline; the files.
+    """Plot kernels, cycles and calls that were measured at several sizes, a PNG each; the files.
 
     Those of several devices or ways of timing go into folders of their own below `folder`.
     """
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         if record.suite in ("kernels", "scale") or record.operation in ("cycle", "frame-cycle"):
-            groups.setdefault((record.environment.device, record.clock), []).append(record)
+            groups.setdefault((record.environment.device, record.timing), []).append(record)
     files = []
     for (device, clock), group in groups.items():
         place = folder if len(groups) == 1 else folder / f"{device}-{clock}".lower().replace(" ", "-")
@@ -40,8 +36,6 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
             chosen = [record for record in group if record.operation == operation]
             if len({(record.capacity, record.batch) for record in chosen}) > 1:
                 files.append(_sizes(chosen, place / f"{operation}.png"))
-        if any(record.suite == "kernels" and record.implementation == OURS and record.bytes for record in group):
-            files.append(_roofline(group, place / "roofline.png"))
     return files
 
 
@@ -105,29 +99,6 @@ def _curve(axis: Any, records: Sequence[Record], size: Callable[[Record], int], 
     axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
 
-def _roofline(records: Sequence[Record], file: Path) -> Path:
-    """Bytes a second over bytes of this package's operations, below the two bounds."""
-    ours = [record for record in records if record.implementation == OURS and record.bytes]
-    figure, ((axis,),) = panels(1, 1, 8.4, 5.2)
-    for place, operation in enumerate(dict.fromkeys(record.operation for record in ours)):
-        shown = sorted((r for r in ours if r.operation == operation), key=lambda r: (r.bytes, r.capacity))
-        look = {"marker": _MARKERS[place % len(_MARKERS)], "color": _COLORS[place % len(_COLORS)], "markersize": 5}
-        rates = [record.bytes / record.median / 1e3 for record in shown]
-        axis.plot([record.bytes for record in shown], rates, linestyle="none", alpha=0.8, label=operation, **look)
-    smallest, largest = min(r.bytes for r in ours) / 2, max(r.bytes for r in ours) * 2
-    copy = sorted(record.copy_bandwidth for record in ours)[len(ours) // 2] / 1e9
-    empty = [record.median for record in records if record.operation == "empty" and record.implementation == OURS]
-    # GB/s are bytes a nanosecond; where both bounds meet, a copy takes as long as an empty call
-    launch = empty[0] * 1e3 if empty else 0.0
-    edges = sorted({smallest, min(max(copy * launch, smallest), largest), largest})
-    roof = f"plain copy, {copy:,.1f} GB/s" + (f", and an empty call, {empty[0]:.2g} µs" if empty else "")
-    bound = [min(copy, edge / launch) if launch else copy for edge in edges]
-    axis.plot(edges, bound, "-", color=_INK, linewidth=1.2, label=roof)
-    axis.set(xlabel="bytes that must move", ylabel="GB/s")
-    _axes(axis)
-    return _finish(figure, "bandwidth of each operation, all sizes", records, file)
-
-
 def _axes(axis: Any, sizes: Iterable[int] = (), *, linear: bool = False) -> None:
     """Make axes logarithmic, with ticks at these sizes if given, and enough vertical ones to read a value.
 
@@ -157,7 +128,7 @@ def _finish(figure: Any, title: str, records: Sequence[Record], file: Path) -> P
     environment = records[0].environment
     machine = environment.cpu if environment.device == "cpu" else environment.device
     trial = ", QUICK RUN" if any(record.quick for record in records) else ""
-    clock = {"host": "host's clock", "events": "CUDA events", "graph": "replayed graphs"}[records[0].clock]
+    clock = {"host": "host's clock", "events": "CUDA events", "graph": "replayed graphs"}[records[0].timing]
     figure.suptitle(f"{title}\n{machine}, {environment.date[:10]}, {clock}{trial}", fontsize=9, color=_INK)
     # each name once, whichever panels it is in
     found = {label: each for axis in figure.axes for each, label in zip(*axis.get_legend_handles_labels(), strict=True)}

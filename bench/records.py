@@ -9,14 +9,13 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import re
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -26,13 +25,9 @@ from gpu_replay.console.versions import cpu_cores, device_name, versions
 
 SCHEMA = 1
 _VERSIONS = ("python", "numpy", "torch", "triton", "numba", "gpu_replay", "cuda", "rocm")
-# the folder of one GPU holds kernels.jsonl; elsewhere the kernels have a file for each device
-NAMES = ("cpu", "gpu", "peers", "frames", "scale", "sharded", "storage", "checkpoint", "bench", "kernels", "kernels-*")
 QUICK = "-quick"
-# the file beside records for the cases that failed
-ERRORS = ".errors.jsonl"
-
-Line = TypeVar("Line")
+# the file beside records for the cases that failed, and that of the features that were tried on a GPU
+ERRORS, CONTACT = ".errors.jsonl", "contact.jsonl"
 
 
 class CannotMeasure(Exception):
@@ -76,15 +71,12 @@ class Record:
     bytes:          bytes that a call must move, read and written together; for memory, bytes of one row's fields.
     copy_bandwidth: bytes a second of a plain copy, read and written together, measured in the same run.
     copy_share:     bytes / median time / copy_bandwidth; None where the unit is not a time.
-    counted:        bytes a row that the buffer itself reports; None where the unit is a time.
     seconds:        of all recorded calls together, where the suite reports it.
     quick:          made with few repetitions, not to be quoted.
     flush:          bytes overwritten before each repetition to flush the caches, outside the measured time; 0 for
                     caches as the previous calls left them.
     timing:         "host" for the host's clock, "events" for CUDA events around each call, "graph" for events around a
-                    replayed CUDA graph of calls; None in lines older than this field.
-    tests:          whether the tests of the operations passed before the run; None when they were not run.
-    failed_tests:   their names.
+                    replayed CUDA graph of calls.
     """
 
     suite: str
@@ -104,24 +96,16 @@ class Record:
     copy_share: float | None
     quick: bool
     environment: Environment
-    counted: float | None = None
     seconds: float | None = None
     flush: int = 0
-    timing: Literal["host", "events", "graph"] | None = None
-    tests: Literal["passed", "failed"] | None = None
-    failed_tests: list[str] = field(default_factory=list)
+    timing: Literal["host", "events", "graph"] = "host"
     schema: int = SCHEMA
 
     @property
     def identity(self) -> tuple[str, ...]:
         """The identity of a measurement: a newer record with the same one replaces this record."""
         machine = (self.environment.device, self.environment.cpu)
-        return (self.suite, self.case, self.implementation, *machine, self.clock)
-
-    @property
-    def clock(self) -> str:
-        """How it was timed; lines older than the field have one way for each device."""
-        return self.timing or ("host" if self.environment.device == "cpu" else "events")
+        return (self.suite, self.case, self.implementation, *machine, self.timing)
 
     @property
     def median(self) -> float:
@@ -207,39 +191,29 @@ def default_file(name: str) -> Path:
     return folder / f"{name}.jsonl" if folder else Path(f"gpu-replay-bench-{name}.jsonl")
 
 
-def device_slug(device: torch.device) -> str:
-    """The name of a device in file names: "cpu", "nvidia-h200"."""
-    return "cpu" if device.type == "cpu" else re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
-
-
 def recorded_files() -> list[Path]:
     """The results files that runs have left, those in folders of machines too; trial runs are left out.
 
     Raises UserError when there is none.
     """
     folder = recorded_folder()
-    paths = (folder.rglob(f"{name}.jsonl") if folder else Path().glob(default_file(name).name) for name in NAMES)
-    found = sorted({path for some in paths for path in some if not path.name.endswith((f"{QUICK}.jsonl", ERRORS))})
+    paths = folder.rglob("*.jsonl") if folder else Path().glob(default_file("*").name)
+    found = sorted(path for path in paths if not path.name.endswith((f"{QUICK}.jsonl", ERRORS, CONTACT)))
     if not found:
         raise UserError("no results are recorded here; run `gpu-replay bench cpu` first, or name the files.")
     return found
 
 
-def read_lines(path: Path, parse: Callable[[str], Line]) -> list[Line]:
-    """All lines of a file; UserError names the one that `parse` refuses with a ValueError."""
+def read(path: Path) -> list[Record]:
+    """All records of a file, oldest first; UserError names the line that is none."""
     found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line.strip():
             try:
-                found.append(parse(line))
+                found.append(Record.parse(line))
             except ValueError as error:
                 raise UserError(f"{path}, line {number}: {error}") from error
     return found
-
-
-def read(path: Path) -> list[Record]:
-    """All records of a file, oldest first; UserError names the line that is none."""
-    return read_lines(path, Record.parse)
 
 
 def write(path: Path, records: Iterable[Record]) -> None:

@@ -19,7 +19,7 @@ from gpu_replay.console.markdown import number, table
 from .baselines import ALONE
 from .checkpoint import checkpoint_table
 from .lower_bound import NAME as LOWER_BOUND
-from .operations import KERNELS, OPERATIONS, OURS, Case, short
+from .operations import KERNELS, OPERATIONS, OURS, short
 from .peers import PEERS
 from .records import Record, recorded_folder
 from .sharded import sharded_table
@@ -29,7 +29,6 @@ Records = Sequence[Record]
 
 # without priorities they do less work: shown beside the others, never a baseline
 UNIFORM = frozenset(name for name, peer in PEERS.items() if peer.uniform)
-NOT_MEASURED = "not measured yet"
 
 
 def best_baseline(record: Record, others: Iterable[Record]) -> Record | None:
@@ -37,10 +36,14 @@ def best_baseline(record: Record, others: Iterable[Record]) -> Record | None:
 
     Those without priorities count where nothing with priorities is asked for.
     """
+
+    def measured(each: Record) -> tuple[str, ...]:
+        return each.case, each.environment.device, each.environment.cpu, each.timing
+
     found = [
         other
         for other in others
-        if (other.case, *other.identity[3:]) == (record.case, *record.identity[3:])
+        if measured(other) == measured(record)
         and other.implementation != OURS
         and (other.implementation not in UNIFORM or other.operation == "step-uniform")
         and not other.implementation.endswith(ALONE)
@@ -65,42 +68,20 @@ def cells_table(records: Records, peers: Records = ()) -> str:
     """Every timed case with its quantiles, its share of the copy bandwidth and the best peer."""
     rows = []
     for record in records:
-        case = record.case + (", replayed" if record.clock == "graph" else "")
+        case = record.case + (", replayed" if record.timing == "graph" else "")
         spread = [number(record.quantiles[name]) for name in ("p10", "p50", "p90")]
         rows.append([case, *spread, _share(record), *_beside(record, peers)])
     return table(["case", "p10 µs", "p50 µs", "p90 µs", "% of copy bandwidth", "best baseline, µs", "speedup"], rows)
-
-
-def frames_table(records: Records, peers: Records = ()) -> str:
-    """Cases of Atari frames, each with a plain copy of the same bytes if one was measured."""
-    copies = {record.case: record.median for record in records if record.implementation == "take"}
-    rows = []
-    for record in records:
-        if record.implementation != "take":
-            copy = copies.get(record.case)
-            beside = ["", ""] if copy is None else [number(copy), f"{copy / record.median:.2f}x"]
-            rows.append([record.case, number(record.median), *beside, _share(record)])
-    return table(["Atari frames", "µs", "NumPy take, µs", "speedup", "% of copy bandwidth"], rows)
-
-
-def memory_table(records: Records, peers: Records = ()) -> str:
-    """Resident bytes a transition beside the bytes of its fields."""
-    rows = []
-    for record in records:
-        counted = "" if record.counted is None else f"{record.counted:.1f}"
-        above = f"{record.median / record.bytes - 1:+.1%}"
-        rows.append([record.case, f"{record.bytes:,}", counted, f"{record.median:.1f}", above])
-    return table(["bytes a transition", "of fields", "buffer.nbytes", "resident", "above fields"], rows)
 
 
 def kernels_table(records: Records, peers: Records = ()) -> str:
     """Every measured kernel of this package beside the best torch operations, in the order of the registry."""
     order = {name: place for place, name in enumerate(KERNELS)}
     ours = [record for record in records if record.implementation == OURS]
-    ours.sort(key=lambda r: (order.get(r.operation, len(order)), r.operation, r.capacity, r.batch, r.clock))
+    ours.sort(key=lambda r: (order.get(r.operation, len(order)), r.operation, r.capacity, r.batch, r.timing))
     rows = []
     for record in ours:
-        name = record.operation + (", events" if record.clock == "events" else "")
+        name = record.operation + (", events" if record.timing == "events" else "")
         sizes = [short(record.capacity) if record.capacity else "", f"{record.batch:,}" if record.batch else ""]
         rows.append([name, *sizes, number(record.median), *_beside(record, records), _share(record)])
     return table(["operation", "N", "B", "µs", "best baseline, µs", "speedup", "% of copy bandwidth"], rows)
@@ -179,78 +160,15 @@ def ratios_table(records: Records, peers: Records = ()) -> str:
     return table(["case", "setting", "µs", "compared with it", "µs", "ratio"], rows)
 
 
-class Target(NamedTuple):
-    """What a GPU should reach.
-
-    case:  of this package.
-    asked: of its time, of its share of the copy bandwidth ("%"), or of a ratio of times ("x").
-    other: case and implementation of the time that the ratio compares with.
-    over:  whether the ratio is the other time over this package's; else it is the other way round.
-    """
-
-    case: str
-    asked: str
-    other: tuple[str, str] | None = None
-    over: bool = False
-
-
-_INDEX = {slots: f"draw-update/N={slots}/B=256" for slots in ("10k", "1M", "10M", "100M")}
-_LEAST = {"1M": 3, "10M": 10, "100M": 50}
-_GATHERS = [f"row-gather/N=1M/B={batch}" for batch in (4096, 65_536)]
-TARGETS = (
-    *[
-        Target(_INDEX[n], f"≥ {x}x torch", (_INDEX[n], "cumsum + searchsorted + scatter"), True)
-        for n, x in _LEAST.items()
-    ],
-    Target("frame-gather-bf16/N=1M/B=4096", "≥ 85% of copy bandwidth"),
-    Target("prefix-sum/N=10M", "≥ 85% of copy bandwidth"),
-    Target("prefix-sum/N=100M", "≥ 85% of copy bandwidth"),
-    Target("tree-build/N=100M", "≥ 70% of copy bandwidth"),
-    *[Target(case, "≤ 1.3x index_select", (case, "index_select of packed rows alone")) for case in _GATHERS],
-    Target(_INDEX["1M"], "≤ 4x empty kernel", ("empty", OURS)),
-    Target(_INDEX["100M"], "< 3x that of N = 10k", (_INDEX["10k"], OURS)),
-    Target("update/N=1M/B=4096", "≥ 10x TorchRL", ("update/N=1M/B=4096", "torchrl"), True),
-    # one step of 128 environments of Atari
-    Target("frame-cycle/N=1024k/B=512", "< 100 µs"),
-)
-
-
-def targets_first(cases: Sequence[Case]) -> list[Case]:
-    """The cases that targets are about, then the others, both in their order."""
-    named = {name for each in TARGETS for name in (each.case, *(each.other or ())[:1])}
-    return sorted(cases, key=lambda case: case.name not in named and case.operation != "frame-cycle")
-
-
-def targets_table(records: Records) -> str:
-    """Targets down; what records of a GPU say."""
-    # the newest one, and replayed graphs rather than single launches
-    ordered = sorted(records, key=lambda record: (record.clock == "graph", record.environment.date))
-    found = {(each.case, each.implementation): each for each in ordered if each.environment.device != "cpu"}
-    rows = [[each.case, each.asked, _reached(each, found) or NOT_MEASURED] for each in TARGETS]
-    return table(["case", "target", "measured"], rows)
-
-
-def _reached(each: Target, found: Mapping[tuple[str, str], Record]) -> str | None:
-    mine = found.get((each.case, OURS))
-    other = found.get(each.other) if each.other else mine
-    if mine is None or other is None:
-        return None
-    time = f"{mine.median:.1f} µs"
-    if each.other is None:
-        return time if mine.copy_share is None or "%" not in each.asked else f"{mine.copy_share:.1%} ({time})"
-    ratio = other.median / mine.median if each.over else mine.median / other.median
-    return f"{ratio:.2f}x ({time})"
-
-
 # mean returns of Pong whose first time is shown
 THRESHOLDS = (0.0, 15.0)
 _ENDINGS = {"max_seconds": "time was up", "steps": "all steps done"}
 
 
 def run_folders(root: Path | None = None) -> list[Path]:
-    """The recorded runs of Pong, below `*pong-*` of the results; none outside of a checkout."""
+    """The recorded runs of Pong, in folders of the results whose names say so; none outside of a checkout."""
     folder = recorded_folder() if root is None else root
-    return [] if folder is None else sorted(path.parent for path in folder.glob("*pong-*/*/summary.json"))
+    return [] if folder is None else sorted({path.parent for path in folder.rglob("*pong*/**/summary.json")})
 
 
 def runs_section(folders: Sequence[Path]) -> str:
@@ -310,8 +228,6 @@ def conditions(records: Records) -> str:
     copies = sorted(record.copy_bandwidth for record in records)
     parts.append(f"plain copy {_span([f'{each / 1e9:.1f}' for each in copies])} GB/s read and written")
     parts += ["QUICK RUN, not to be quoted"] if any(record.quick for record in records) else []
-    failed = dict.fromkeys(name for record in records for name in record.failed_tests)
-    parts += [f"TESTS FAILED: {', '.join(failed)}"] if failed else []
     return ", ".join(parts) + "."
 
 
@@ -344,23 +260,19 @@ _IN_SHORT = ("cycle/N=100k/B=256", *(f"cycle/N=1M/B={batch}" for batch in (32, 2
 _IN_SHORT += (*(f"frame-cycle/N=20k/B={batch}" for batch in (32, 256, 4096)), "step-add/N=100k/B=1")
 
 SECTIONS: dict[str, Section] = {
-    "cpu": Section("cpu", cells_table, lambda record: record.unit == "us"),
+    "cpu": Section("cpu", cells_table),
     "gpu": Section("gpu", cells_table),
-    "kernels": Section("kernels", kernels_table, lambda r: r.environment.device != "cpu"),
-    "kernels-cpu": Section("kernels --device cpu", kernels_table, lambda r: r.environment.device == "cpu"),
+    "kernels": Section("kernels", kernels_table),
     "peers": Section("peers", peers_table, lambda r: not r.operation.startswith("ratio-")),
     "ratios": Section("peers", ratios_table, lambda r: r.operation.startswith("ratio-")),
-    "frames": Section("frames", frames_table),
     "checkpoint": Section("checkpoint", checkpoint_table),
     "scale": Section("scale", scale_table, lambda record: record.unit == "us"),
     "bytes": Section("scale", bytes_table, lambda record: record.unit == "bytes"),
     "sharded": Section("sharded", sharded_table),
     "storage": Section("storage", storage_table),
-    "memory": Section("cpu", memory_table, lambda record: record.operation == "memory"),
 }
 # texts that are not of one suite, made of all records
 _OTHERS: dict[str, Callable[[Records], str]] = {
-    "targets": lambda records: f"{targets_table(records)}\n\nReproduce: `bench/on_gpu.py records`.",
     "peers-in-short": lambda records: section("peers", [each for each in records if each.case in _IN_SHORT]),
     "pong": lambda records: runs_section(run_folders()),
 }

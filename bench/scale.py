@@ -14,7 +14,7 @@ import torch
 from gpu_replay.engines.storage import free_bytes
 
 from . import lower_bound, memory, subjects
-from .measure import Maker, Part, compared
+from .measure import Maker, Part, Run
 from .operations import OURS, Case
 from .peers import PEERS, make_peer
 from .subjects import Task
@@ -58,7 +58,7 @@ def parts(quick: bool, names: Sequence[str]) -> list[Part]:
     timed = cases((10_000,), (32, 256), 10_000) if quick else cases(fitting())
     widths = {4: 20_000, 256: 5_000} if quick else WIDTHS
     held = [Case("bytes", capacity, 0, width=width) for width, capacity in widths.items()]
-    # a tree in Python keeps references to rows, and some libraries take too long to fill
-    kept = [name for name in names if PEERS[name].distribution and not PEERS[name].most]
+    # a tree in Python keeps references to rows
+    kept = [name for name in names if PEERS[name].distribution]
     of: dict[str, memory.Maker] = {OURS: memory.ours, **{name: partial(memory.of_peer, name) for name in kept}}
-    return [(timed, compared(makers)), (held, partial(memory.records, makers=of))]
+    return [(timed, partial(Run.records, makers=makers)), (held, partial(memory.records, makers=of))]

@@ -208,11 +208,8 @@ def storage_table(found: Sequence[Record], peers: Sequence[Record] = ()) -> str:
     operations = {record.operation: record for record in found}
     for operation, record in operations.items():
         count = f"{record.repetitions * record.added or record.repetitions:,}"
-        header += {
-            "storage-one": [f"{count} one at a time, s", "µs a transition"],
-            "storage-blocks": [f"{count} in blocks of {record.batch}, s", "µs a transition"],
-            "storage-batches": [f"{count} batches of {record.batch}, s", "µs each"],
-        }[operation]
+        how = {"storage-one": "one at a time", "storage-blocks": "in blocks of {}", "storage-batches": "batches of {}"}
+        header += [f"{count} {how[operation].format(record.batch)}, s", "µs each"]
     rows: dict[str, list[str]] = {}
     for record in found:
         each = record.median / max(record.added, 1)

@@ -13,7 +13,7 @@ rows it holds: the speed of a buffer that mixes up rows means nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, repeat
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer
 
 Rows = dict[str, np.ndarray]
 
@@ -96,7 +96,6 @@ class Subject:
     add_size: rows that every `add` must bring; None for any number.
     chunk:    rows of an add and transitions of an update while it is being filled.
     filled:   whether it was, and its answers are right.
-    nbytes:   bytes that it reports to take, if it does.
     """
 
     add: Callable[[Any], object]
@@ -107,7 +106,6 @@ class Subject:
     add_size: int | None = None
     chunk: int = 4096
     filled: bool = False
-    nbytes: int | None = None
 
 
 def pool_of(inputs: Callable[[Rows], Any], width: int = 4) -> Stream:
@@ -120,13 +118,11 @@ def pool_of(inputs: Callable[[Rows], Any], width: int = 4) -> Stream:
     return stream
 
 
-def steps_of(inputs: Callable[[dict[str, Tensor]], Any], steps: StackStream, alone: bool = False) -> Stream:
-    """Steps in order, which go on where the stream before them ended; `alone`: of one environment, several together."""
+def steps_of(inputs: Callable[[dict[str, Tensor]], Any], steps: StackStream) -> Stream:
+    """Steps in order, which go on where the stream before them ended."""
 
     def stream(count: int, pool: int = POOL) -> Iterator[Any]:
-        while True:
-            found = [steps.step() for _ in range(count if alone else 1)]
-            yield inputs({name: torch.cat([step[name] for step in found]) for name in found[0]})
+        return (inputs(steps.step()) for _ in repeat(None))
 
     return stream
 
@@ -162,14 +158,12 @@ class Task:
         inputs: Callable[[Rows], Any] = lambda rows: rows,
         *,
         has_next_obs: bool = True,
-        consecutive: bool = False,
         fixed_add: bool = False,
     ) -> Subject:
         """A library's buffer for this task.
 
         inputs:       rows as `add` takes them, made of NumPy arrays.
         has_next_obs: whether `next_obs` is stored as given, not taken from the following row.
-        consecutive:  it holds the steps of one environment, so rows added together are steps of that one.
         fixed_add:    every `add` must bring as many rows as the task says.
         """
 
@@ -179,10 +173,8 @@ class Task:
         if not self.stacks:
             wrong, size = partial(wrong_vectors, has_next_obs=has_next_obs), self.added if fixed_add else None
             return Subject(add, sample, update, pool_of(given, self.width), wrong, size)
-        steps = StackStream(1 if consecutive else self.added)
-        stream = steps_of(
-            lambda step: given({name: values.numpy() for name, values in step.items()}), steps, consecutive
-        )
+        steps = StackStream(self.added)
+        stream = steps_of(lambda step: given({name: values.numpy() for name, values in step.items()}), steps)
         return Subject(add, sample, update, stream, partial(faults, seam=SEAM), self.added, CHECKED)
 
 
@@ -196,7 +188,7 @@ def of_buffer(buffer: Any, stream: Stream, wrong: Callable[[Any], list[str]], **
     def add(rows: Any) -> object:
         return buffer.add(**rows)
 
-    return Subject(add, sample, buffer.update_priorities, stream, wrong, nbytes=buffer.nbytes, **more)
+    return Subject(add, sample, buffer.update_priorities, stream, wrong, **more)
 
 
 def replay_buffer(capacity: int, device: torch.device = CPU, sampler: Any = None, width: int = 4) -> ReplayBuffer:
@@ -258,86 +250,6 @@ def frames(capacity: int, device: torch.device = CPU, n_step: int = N_STEP, envs
     return of_buffer(buffer, steps, wrong, add_size=envs, chunk=CHECKED)
 
 
-def take(capacity: int, device: torch.device = CPU) -> Subject:
-    """As many bytes of frames copied from random places: NumPy's `take` on a CPU, `index_select` on a GPU."""
-    # written, so that its memory is resident
-    stored = torch.ones((capacity, FRAME_BYTES), dtype=torch.uint8, device=device)
-    random = np.random.default_rng(0)
-    places: dict[int, Any] = {}
-
-    def sample(batch: int) -> Sampled:
-        if batch not in places:
-            drawn = [random.integers(capacity, size=batch * 2 * STACK) for _ in range(16)]
-            places[batch] = cycle(drawn if device.type == "cpu" else [torch.from_numpy(p).to(device) for p in drawn])
-        here = next(places[batch])
-        found = stored.index_select(0, here) if isinstance(here, Tensor) else stored.numpy().take(here, axis=0)
-        return None, {"obs": found}
-
-    # full from the start, without priorities; a copy cannot be wrong
-    return Subject(lambda rows: None, sample, lambda *_: None, lambda *_: repeat(None), lambda _: [], chunk=CHECKED)
-
-
-def on_threads(subject: Subject, threads: int) -> Subject:
-    """The same subject, which samples while torch uses so many threads."""
-
-    def sample(batch: int) -> Sampled:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            return subject.sample(batch)
-        finally:
-            torch.set_num_threads(before)
-
-    return replace(subject, sample=sample)
-
-
-_GOAL = Field((3,), torch.float32)
-_GOAL_FIELDS = {
-    "obs.observation": Field((10,), torch.float32),
-    "obs.achieved_goal": _GOAL,
-    "obs.desired_goal": _GOAL,
-    "action": Field((4,), torch.float32),
-}
-_EPISODE = 50
-
-
-def goals(capacity: int, relabel: Any) -> Subject:
-    """A buffer of one environment with goals, whose batches are relabelled or not; its episodes reach none."""
-    buffer = TrajectoryReplayBuffer(capacity, 1, _GOAL_FIELDS, sampler=Uniform(), relabel=relabel, device=CPU, seed=0)
-
-    def stream(count: int, pool: int = POOL) -> Iterator[Any]:
-        random = np.random.default_rng(1)
-        steps = []
-        for number in range(_EPISODE * 8):
-            step: dict[str, Any] = {"reward": np.zeros(1, np.float32), "terminated": np.zeros(1, bool)}
-            for name, field in _GOAL_FIELDS.items():
-                step[name] = random.standard_normal((1, *field.shape), dtype=np.float32)
-            steps.append({**step, "truncated": np.array([number % _EPISODE == _EPISODE - 1])})
-        return cycle(steps)
-
-    def wrong(batch: Any) -> list[str]:
-        moved = bool((batch["obs.desired_goal"] == batch["next_obs.desired_goal"]).all(dim=1).float().mean() > 0.5)
-        return [] if moved == (relabel is not None) else ["goals are not those that were asked for"]
-
-    return of_buffer(buffer, stream, wrong, add_size=1, chunk=CHECKED)
-
-
-def steps(capacity: int, envs: int) -> Subject:
-    """A buffer of steps that environments return as they do: a float64 reward, flags in arrays."""
-    fields = {name: each for name, each in buffer_fields().items() if name in ("obs", "action")}
-    sampler = Proportional(alpha=ALPHA, beta=BETA)
-    buffer = TrajectoryReplayBuffer(capacity, envs, fields, sampler=sampler, device=CPU, seed=0)
-
-    def inputs(rows: Rows) -> Any:
-        given = {name: values for name, values in rows.items() if name != "next_obs"}
-        return {**given, "reward": rows["reward"].astype(np.float64), "truncated": np.zeros(len(rows["obs"]), bool)}
-
-    def wrong(batch: Any) -> list[str]:
-        return wrong_vectors({**batch, "terminated": batch["discount"] == 0}, has_next_obs=False)
-
-    return of_buffer(buffer, pool_of(inputs), wrong, add_size=envs)
-
-
 def tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     """The arrays as tensors that share their memory."""
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -357,11 +269,6 @@ def make_rows(count: int, random: np.random.Generator, width: int = 4) -> Rows:
     """`count` rows as NumPy arrays [count, *shape], observations of `width` numbers."""
     obs = random.standard_normal((count, width), dtype=np.float32)
     return {"obs": obs, **_implied(obs)}
-
-
-def make_priorities(batch: int, random: np.random.Generator) -> Tensor:
-    """(batch,) float32 absolute TD errors, as a learner would give them."""
-    return torch.from_numpy(np.abs(random.standard_normal(batch, dtype=np.float32)))
 
 
 def wrong_vectors(fields: Mapping[str, Tensor], *, has_next_obs: bool = True) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,35 +22,12 @@ deselected = pytest.StashKey[dict[str, int]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the tests marked slow as well, and all sizes")
-    parser.addoption("--outcomes", type=Path, metavar="FILE", help="append a line of JSON for each test as it ends")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # two busy workers on two cores; a result must not depend on it, but the run time does
     torch.set_num_threads(1)
     config.stash[deselected] = dict.fromkeys(LEFT_OUT, 0)
-    # workers of xdist tell the process that has none
-    if config.option.outcomes is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Outcomes(config.option.outcomes))
-
-
-class Outcomes:
-    """Writes how each test ended at once, so that a run may be killed."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or not report.passed:
-            self._write(report.nodeid, report.outcome, report.duration)
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self._write(report.nodeid, report.outcome, 0.0)
-
-    def _write(self, test: str, outcome: str, seconds: float) -> None:
-        with self._file.open("a") as file:
-            file.write(json.dumps({"test": test, "outcome": outcome, "seconds": round(seconds, 3)}) + "\n")
 
 
 def left_out(item: pytest.Item, full: bool) -> str | None:

@@ -423,13 +423,12 @@ def pretend() -> None:
     choose_sizes(setattr, interpreted=True)
     # what is tried at all is tried once
     main.QUICK, measure.WARM_UPS, kernel_inputs.STEPS = measure.Plan(0, 0, 1, 1), 1, 10
-    main.QUICK_CAPACITIES, main.QUICK_FRAMES = (1_000,), (480, (8,))
+    main.QUICK_CAPACITIES = (1_000,)
     setattr(main, "QUICK_BATCHES", (8,))  # noqa: B010
     measure.CALLS_PER_GRAPH, subjects.CHECKED = 1, 8
     main.ATARI_ENVS, main.ATARI_BATCH, main.QUICK_STEPS = 40, 8, 12
     first_contact.SIZES.update(slots=330, batch=17, many=67, scanned=1_003, turns=2, calls=8)
     first_contact.STEPS["obs"] = Field((8, 8), torch.uint8)
-    first_contact.TIMED.update(capacities=(1_000,), batches=(8,), rows=1_000, frames=500)
     for name, feature in first_contact.FEATURES.items():
         first_contact.FEATURES[name] = replace(feature, limit=240.0)
     first_contact.PROGRAM[1:1] = ["rehearsal"]

@@ -16,7 +16,7 @@ from bench_records import ENVIRONMENT, GPU, Capture, Patch, cells, quicker, reco
 
 from gpu_replay.bench import main as commands
 from gpu_replay.bench import peers_suite, report
-from gpu_replay.bench.main import Suite, Work
+from gpu_replay.bench.main import Work
 from gpu_replay.bench.measure import Plan, Run, check, fill, measure, quantiles
 from gpu_replay.bench.operations import Case, chosen, cycle_cases
 from gpu_replay.bench.records import SCHEMA, CannotMeasure, Record, read, write
@@ -55,10 +55,9 @@ def test_writing_renews_the_same_case_and_keeps_the_others(tmp_path: Path) -> No
     write(file, [record("cycle/N=1M/B=32", 3.0), record(median=4.0, environment=other)])
     assert [r.median for r in read(file)] == [2.0, 3.0, 4.0]
     assert [path.name for path in file.parent.iterdir()] == ["cpu.jsonl"]
-    # the same case timed in two ways is two records; older lines have one way for each device
-    older, events, graph = (record(environment=GPU, timing=way) for way in (None, "events", "graph"))
-    assert older.identity == events.identity != graph.identity
-    assert [each.clock for each in (older, graph, record())] == ["events", "graph", "host"]
+    # the same case timed in two ways is two records
+    events, graph = (record(environment=GPU, timing=way) for way in ("events", "graph"))
+    assert events.identity != graph.identity
 
 
 # timing and cases
@@ -68,8 +67,6 @@ def test_quantiles_by_hand() -> None:
     # eleven values: the quantiles are the second, the sixth and the tenth
     values = np.array([10, 0, 30, 20, 40, 50, 60, 70, 80, 90, 100.0])
     assert quantiles(values) == {"p10": 10.0, "p50": 50.0, "p90": 90.0}
-    with pytest.raises(ValueError, match="at least one"):
-        quantiles(np.array([]))
 
 
 def test_the_call_is_measured_and_its_preparation_is_not() -> None:
@@ -180,8 +177,6 @@ def test_tables_by_hand() -> None:
     ours, peer = record("cycle/N=1M/B=32", 126.0), record("cycle/N=1M/B=32", 63.0, "a", suite="peers")
     (line,) = lines_of(report.cells_table([ours], [peer]))[2:]
     assert line == ["cycle/N=1M/B=32", "63.0", "126", "252", "25.0%", "63.0 (a)", "0.50x"]
-    taken = [record("frames/N=20k/B=32", 50.0), record("frames/N=20k/B=32", 75.0, "take")]
-    assert lines_of(report.frames_table(taken))[2] == ["frames/N=20k/B=32", "50.0", "75.0", "1.50x", "25.0%"]
     assert {"stable_baselines3"} == report.UNIFORM
     medians = {
         ("add/N=1M/B=64", "gpu_replay"): 40.0,
@@ -248,18 +243,14 @@ def test_bench_cpu_measures_records_and_prints(tmp_path: Path, capsys: Capture, 
     threads = torch.get_num_threads()
     assert (commands.main(["cpu", "--quick", "--output", str(file)]), torch.get_num_threads()) == (0, threads)
     records = read(file)
-    assert {r.operation for r in records} == {"add", "sample", "update", "cycle", "memory"}
+    assert {r.operation for r in records} == {"add", "sample", "update", "cycle"}
     for each in records:
         assert each.quick
         assert (each.environment.threads, each.environment.versions["torch"]) == (1, torch.__version__)
         assert 1e8 < each.copy_bandwidth < 1e13
         assert 0 < each.quantiles["p10"] <= each.quantiles["p50"] <= each.quantiles["p90"]
-        if each.unit == "us":
-            implied = each.bytes / (each.median / 1e6) / each.copy_bandwidth
-            assert each.copy_share == pytest.approx(implied, rel=1e-2, abs=1e-5)
-    (memory,) = (r for r in records if r.operation == "memory")
-    assert memory.counted is not None
-    assert memory.bytes < 0.95 * memory.counted < memory.median < 1.5 * memory.counted
+        implied = each.bytes / (each.median / 1e6) / each.copy_bandwidth
+        assert each.copy_share == pytest.approx(implied, rel=1e-2, abs=1e-5)
     printed = capsys.readouterr().out
     assert all(each.case in printed for each in records)
     document.write_text(DOCUMENT)
@@ -268,7 +259,7 @@ def test_bench_cpu_measures_records_and_prints(tmp_path: Path, capsys: Capture, 
         assert f"{document}: {outcome}" in capsys.readouterr().out
         assert "| cycle/N=10k" in document.read_text()
     assert commands.main(["report", str(file)]) == 0
-    assert "## memory" in capsys.readouterr().out
+    assert "## cpu" in capsys.readouterr().out
 
 
 def test_bench_peers_measures_those_there_are(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
@@ -297,7 +288,7 @@ def test_each_record_is_written_as_soon_as_it_is_there(tmp_path: Path, monkeypat
             assert len(read(file)) == count
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(commands.SUITES, "cpu", Suite(lambda options: Work([(cases, measured)]), "nothing"))
+    monkeypatch.setitem(commands.SUITES, "cpu", (lambda options: Work([(cases, measured)]), "nothing"))
     with pytest.raises(KeyboardInterrupt):
         commands._measure(options)
 
@@ -306,7 +297,7 @@ def test_a_mistake_of_the_program_keeps_its_traceback(monkeypatch: Patch) -> Non
     def mistaken(options: object) -> Work:
         raise KeyError("a table of ours")
 
-    monkeypatch.setitem(commands.SUITES, "cpu", Suite(mistaken, "nothing"))
+    monkeypatch.setitem(commands.SUITES, "cpu", (mistaken, "nothing"))
     with pytest.raises(KeyError, match="a table of ours"):
         commands.main(["cpu"])
 
@@ -318,7 +309,6 @@ def test_a_mistake_of_the_program_keeps_its_traceback(monkeypatch: Patch) -> Non
         ("kernels --device cpu --only juggle", 2, "'juggle' matches no case"),
         ("kernels --device cpu --timing graph", 2, "--timing graph needs a GPU"),
         ("storage --quick --only treap", 2, "'treap' matches no case"),
-        ("page --results nowhere", 2, "is not a folder"),
         ("report nothing-here.jsonl", 1, "nothing-here.jsonl"),
         *((f"{each} --device cuda", 1, f"bench {each} --device cuda needs a CUDA") for each in ("kernels", "peers")),
         ("gpu", 1, "bench gpu needs a CUDA or ROCm device"),

@@ -19,7 +19,7 @@ from gpu_replay.bench import main as commands
 from gpu_replay.bench.kernel_checks import Implementation
 from gpu_replay.bench.kernel_inputs import Inputs
 from gpu_replay.bench.kernels import inputs, makers
-from gpu_replay.bench.main import Suite, Work
+from gpu_replay.bench.main import Work
 from gpu_replay.bench.measure import Plan, Run
 from gpu_replay.bench.operations import KERNELS, OPERATIONS, OURS, Case
 from gpu_replay.bench.records import DeviceLost, Record
@@ -128,7 +128,7 @@ def test_wrong_updates_are_noticed(fault: str | None, message: str | None) -> No
 
 def run() -> Run:
     plan = Plan(warmup=0, seconds=0, fewest=2, most=3)
-    return Run("kernels", CPU, plan, ENVIRONMENT, 1e9, False, versions={}, failed_tests=[])
+    return Run("kernels", CPU, plan, ENVIRONMENT, 1e9, False, versions={})
 
 
 def replaced(monkeypatch: Patch, **changes: Any) -> None:
@@ -148,11 +148,11 @@ def test_a_record_says_how_it_was_made(monkeypatch: Patch, capsys: Capture) -> N
     case = Case("prefix-sum", 1000, 0)
     ours, theirs = measured(case)
     assert ((ours.implementation, theirs.implementation), ours.flush) == ((OURS, "cumsum"), 4096)
-    assert (ours.timing, ours.tests, ours.suite, ours.bytes) == ("host", "passed", "kernels", 16_000)
+    assert (ours.timing, ours.suite, ours.bytes) == ("host", "kernels", 16_000)
     assert (measured(Case("draw", 1000, 32))[0].flush, Record.parse(ours.line())) == (0, ours)
     # a baseline with wrong answers is left out, with a word
     replaced(monkeypatch, baselines={"cumsum": wrong_work})
-    assert [each.implementation for each in measured(case)] == [OURS]
+    assert [each.implementation for each in measured(Case("prefix-sum", 1000, 0))] == [OURS]
     assert "cumsum is not measured in prefix-sum/N=1k: it is all wrong." in capsys.readouterr().err
     # and so is what does not fit
     monkeypatch.setattr(kernels, "free_bytes", lambda device: 4_000_000_000)
@@ -163,7 +163,6 @@ def test_a_record_says_how_it_was_made(monkeypatch: Patch, capsys: Capture) -> N
 
 def test_a_case_that_fails_leaves_a_line_and_stops_nothing(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     replaced(monkeypatch, ours=wrong_work)
-    monkeypatch.setattr(commands, "failed_tests", lambda *_: pytest.fail("a trial runs no tests"))
     file, errors = tmp_path / "kernels.jsonl", tmp_path / "kernels.errors.jsonl"
     command = ["kernels", "--device", "cpu", "--quick", "--only", "N=10k", "--skip", "*draw*", "--skip", "update*"]
     assert commands.main([*command, "--output", str(file)]) == 1
@@ -172,7 +171,7 @@ def test_a_case_that_fails_leaves_a_line_and_stops_nothing(tmp_path: Path, monke
     assert "gpu_replay is not measured in prefix-sum/N=10k: it is all wrong" in line["error"]
     gathers = {f"row-gather/N=10k/B={batch}" for batch in (32, 256)}
     assert {each.case for each in records.read(file)} == {"tree-build/N=10k", *gathers}
-    assert all(each.quick and each.tests is None for each in records.read(file))
+    assert all(each.quick for each in records.read(file))
     capsys.readouterr()
     # what was recorded or failed is not missing
     assert commands.main([*command, "--output", str(file), "--missing"]) == 1
@@ -194,7 +193,7 @@ def test_a_device_that_is_lost_ends_the_suite(monkeypatch: Patch) -> None:
     def work(options: object) -> Work:
         return Work(list(on_gpu.each(cases, progress, fails)))  # type: ignore[arg-type]
 
-    monkeypatch.setitem(commands.SUITES, "gpu", Suite(work, "nothing"))
+    monkeypatch.setitem(commands.SUITES, "gpu", (work, "nothing"))
     assert commands.main(["gpu"]) == commands.LOST
 
 
@@ -211,24 +210,20 @@ def test_the_table_compares_with_the_best_that_does_the_whole_work() -> None:
     ]
     line = cells(report.kernels_table(found).splitlines()[2])
     assert line == ["draw", "10k", "32", "100", "200 (multinomial)", "2.00x", "25.0%"]
-    # each kind of device has its own table
-    assert report.section("kernels", [kernel()]) == "Not measured yet: `gpu-replay bench kernels`."
-    assert report.section("kernels-cpu", [kernel()]).endswith("Reproduce: `gpu-replay bench kernels --device cpu`.")
-    gpu = [kernel(environment=GPU, timing="graph")]
-    assert "NVIDIA Test 9000, Test CPU" in report.section("kernels", gpu)
-    assert report.section("kernels-cpu", gpu).startswith("Not measured yet")
+    assert report.section("kernels", []) == "Not measured yet: `gpu-replay bench kernels`."
+    # each device has a table of its own
+    text = report.section("kernels", [kernel(), kernel(environment=GPU, timing="graph")])
+    assert (text.count("| operation"), text.count("NVIDIA Test 9000, Test CPU")) == (2, 1)
 
 
 def test_kernel_records_are_found_and_trials_are_not(monkeypatch: Patch, tmp_path: Path) -> None:
     for root in (tmp_path, None):
         monkeypatch.setattr(records, "checkout", lambda root=root: root)
         monkeypatch.chdir(tmp_path)
-        for name in ("kernels-cpu", "kernels-test-gpu", "kernels-cpu-quick"):
+        for name in ("cpu", "kernels", "kernels-quick"):
             records.write(records.default_file(name), [kernel()])
         recorded = [file.stem.split("bench-")[-1] for file in records.recorded_files()]
-        assert recorded == ["kernels-cpu", "kernels-test-gpu"]
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 (test)")
-    assert [records.device_slug(each) for each in (CPU, CUDA)] == ["cpu", "nvidia-h200-test"]
+        assert recorded == ["cpu", "kernels"]
 
 
 def test_plots_are_made_of_records_alone(tmp_path: Path) -> None:
@@ -241,10 +236,11 @@ def test_plots_are_made_of_records_alone(tmp_path: Path) -> None:
     records.write(file, found)
     assert commands.main(["plot", str(file)]) == 0
     files = sorted((tmp_path / "made").iterdir())
-    assert [each.name for each in files] == ["draw.png", "frame-gather.png", "roofline.png"]
+    assert [each.name for each in files] == ["draw.png", "frame-gather.png"]
     assert all(each.read_bytes().startswith(b"\x89PNG") and each.stat().st_size > 10_000 for each in files)
     # one folder for each machine and clock
-    files = plots.draw([found[0], replace(found[0], environment=GPU, timing="graph")], tmp_path / "both")
+    both = found[:3] + [replace(each, environment=GPU, timing="graph") for each in found[:3]]
+    files = plots.draw(both, tmp_path / "both")
     assert {each.parent.name for each in files} == {"cpu-host", "nvidia-test-9000-graph"}
     assert plots.draw([], tmp_path / "none") == []
 

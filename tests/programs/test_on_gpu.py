@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,24 +13,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from gpu_replay import cli
-from gpu_replay.bench import first_contact, gpu_page, on_gpu
+from gpu_replay.bench import first_contact, on_gpu
 from gpu_replay.bench.first_contact import FEATURES, Feature, Slow, Wrong
-from gpu_replay.bench.on_gpu import PARTS, Part, Round, Step
+from gpu_replay.bench.on_gpu import PARTS, Round, Step
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "on_gpu.py"
-Run = Callable[..., dict[str, int]]
+Run, Capfd = Callable[..., dict[str, int]], pytest.CaptureFixture[str]
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals of a process group")
 
 
 def steps_of(part: str, fallbacks: dict[str, list[str]] | None = None) -> list[Step]:
-    options = SimpleNamespace(output=Path("OUT"), rehearsal=False, workers=1)
+    options = SimpleNamespace(output=Path("OUT"), rehearsal=False)
     return list(getattr(Round(options, fallbacks or {}), part)(PARTS[part]))  # type: ignore[arg-type]
 
 
@@ -42,14 +42,9 @@ def run(tmp_path: Path) -> Run:
             each if isinstance(each, Step) else Step(name, [sys.executable, "-S", "-c", each], seconds)
             for name, each in steps.items()
         ]
-        part = Part("part", tmp_path / "out", dict(os.environ), {"gpu": "Test"})
-        return part.run(iter(made), seconds)
+        return on_gpu.run("part", iter(made), seconds, tmp_path / "out", dict(os.environ))
 
     return run
-
-
-def lines(tmp_path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (tmp_path / "out" / "part.steps.jsonl").read_text().splitlines()]
 
 
 def test_parts_fit_their_time_and_programs_know_the_options_given_to_them(
@@ -63,13 +58,12 @@ def test_parts_fit_their_time_and_programs_know_the_options_given_to_them(
     for part, seconds in PARTS.items():
         steps = steps_of(part, fallbacks)
         assert sum(step.seconds for step in steps) <= seconds * 1.001
-        # the page names the steps that are missing; memcheck needs its tool, and a plot needs records
-        if part not in ("memcheck", "page"):
-            assert tuple(step.name for step in steps) == gpu_page.PARTS[part]
+        # memcheck needs its tool
+        assert steps or part == "memcheck"
         for step in steps:
             module, *words = step.command[2:]
             if module == "pytest":
-                assert {"-m", "gpu", f"--outcomes=OUT/{step.name}.outcomes.jsonl", "--ignore=a"} <= set(words)
+                assert {"-m", "gpu", "--ignore=a"} <= set(words)
                 assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
                 continue
             with pytest.raises(SystemExit) as ended:
@@ -79,13 +73,13 @@ def test_parts_fit_their_time_and_programs_know_the_options_given_to_them(
             assert [word for word in words if word.startswith("--") and word not in told] == []
             seen.add(" ".join(words[:2]))
             assert ("--no-graph" in words) == (words[0] == "train")
-            assert ("--skip" in words) == (words[1] in ("kernels", "gpu", "frames"))
-    assert seen >= {"bench contact", "bench kernels", "bench gpu", "bench frames", "bench page", "train device-pong"}
+            assert ("--skip" in words) == (words[1] in ("kernels", "gpu"))
+    assert seen >= {"bench contact", "bench kernels", "bench gpu", "train device-pong", "train pong"}
     words = {word for each in FEATURES.values() for kind in each.fallback.values() for word in kind}
     assert all((ROOT / word.partition("=")[2]).is_file() for word in words if word.startswith("--ignore"))
 
 
-def test_a_step_that_fails_hangs_or_loses_the_device_stops_nothing(tmp_path: Path, run: Run) -> None:
+def test_a_step_that_fails_hangs_or_loses_the_device_stops_nothing(tmp_path: Path, run: Run, capfd: Capfd) -> None:
     # interrupted when its time is over, so that what was measured is still written
     slow = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('written')"
     short = Step("slow", [sys.executable, "-S", "-c", slow], 4)
@@ -94,14 +88,15 @@ def test_a_step_that_fails_hangs_or_loses_the_device_stops_nothing(tmp_path: Pat
     suite = Step("suite", [sys.executable, "-S", "-c", text], 60, again=True)
     ended = run(slow=short, good="print('fine')", bad="raise SystemExit(7)", suite=suite, last="print('still here')")
     assert ended == {"slow": on_gpu.OUT_OF_TIME, "good": 0, "bad": 7, "suite": 0, "last": 0}
-    found = [(line["step"], line["status"], line["gpu"]) for line in lines(tmp_path)]
-    again = [(name, status, "Test") for name, status in ended.items()]
-    assert found == [*again[:3], ("suite", on_gpu.LOST, "Test"), *again[3:]]
-    assert lines(tmp_path)[0]["seconds"] < 14
+    told = capfd.readouterr().out
+    statuses = [(name, int(status)) for name, status in re.findall(r"== part: (\w+) ended with status (\d+)", told)]
+    again = list(ended.items())
+    assert statuses == [*again[:3], ("suite", on_gpu.LOST), *again[3:]]
+    assert int(re.findall(r"slow ended with status 124 after (\d+) s", told)[0]) < 14
     logs = {name: (tmp_path / "out" / f"{name}.log").read_text() for name in ("slow", "last")}
     assert logs == {"slow": "written\n", "last": "still here\n"}
     assert run(other=Step("other", [sys.executable, "-S", "-c", "raise SystemExit(3)"], 60, again=True)) == {"other": 3}
-    assert len(lines(tmp_path)) == 1 + on_gpu.AGAIN
+    assert capfd.readouterr().out.count("ended with status 3") == 1 + on_gpu.AGAIN
     assert run(seconds=0, late="print('late')") == {"late": on_gpu.OUT_OF_TIME}
     assert (tmp_path / "out" / "late.log").read_text() == "no time was left for it\n"
 
@@ -155,9 +150,9 @@ def script(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 
 def test_the_script_prints_what_it_would_run_and_says_that_there_is_no_gpu(tmp_path: Path) -> None:
-    done = script("--dry-run", "--commit", "0123456789ab")
+    done = script("--dry-run")
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) >= 7
+    assert len(done.stdout.splitlines()) >= 6
     assert f"--output {ROOT}/bench/results/no-gpu/kernels.jsonl" in done.stdout
     (tmp_path / "torch.py").write_text("raise RuntimeError('no GPU is found')\n")
     done = script("tests", PYTHONPATH=str(tmp_path))
@@ -169,8 +164,7 @@ def test_the_script_prints_what_it_would_run_and_says_that_there_is_no_gpu(tmp_p
     "arguments, message",
     [
         (("bogus",), "there is no part 'bogus'"),
-        (("--seconds", "soon"), "must be a whole number; found 'soon'"),
-        (("--workers", "0"), "must be a whole number; found '0'"),
+        (("--seconds", "soon"), "invalid int value: 'soon'"),
     ],
 )
 def test_bad_input_is_refused(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +190,7 @@ def test_a_part_that_is_killed_leaves_its_results_and_no_process(tmp_path: Path)
 def test_a_round_in_which_features_crash_hang_and_answer_wrongly(tmp_path: Path) -> None:
     out = tmp_path / "out"
     failures = "ranks=wrong streams=hang scan=crash capture=crash"
-    done = script("contact", "records", "page", "--rehearsal", "--output", str(out), REHEARSED_FAILURES=failures)
+    done = script("contact", "records", "--rehearsal", "--output", str(out), REHEARSED_FAILURES=failures)
     assert done.returncode == 1
     found = {line["feature"]: line for line in map(json.loads, (out / "contact.jsonl").read_text().splitlines())}
     bad = {name: line["verdict"] for name, line in found.items() if line["verdict"] != "ok"}
@@ -210,5 +204,3 @@ def test_a_round_in_which_features_crash_hang_and_answer_wrongly(tmp_path: Path)
     assert '"timing": "events"' in kernels
     assert '"timing": "graph"' not in kernels
     assert not any(name in kernels for name in ("rank-draw", "prefix-sum"))
-    page = (tmp_path / "out.md").read_text()
-    assert "still running after" in page
