@@ -2,8 +2,8 @@
 
     python docs/evidence/curves.py FILE.png "priorities=bench/results/pong-cpu/*" "uniform=bench/results/pong-uniform/*"
 
-A run is a folder of `gpu-replay train`, a `monitor.csv` of Stable-Baselines3, or a file of `dqn_atari.py`, with seconds,
-step and return of each episode that ended. A line is the median of a group's runs, its band reaches from the lowest to
+A run is a folder of `gpu-replay train`, a `monitor.csv` of Stable-Baselines3, or a file of `dqn_atari.py` (seconds,
+steps, return of each episode). A line is the median of a group's runs, its band reaches from the lowest to
 the highest; a run that has ended keeps its last value.
 """
 
