@@ -2,9 +2,9 @@
 
     python docs/evidence/curves.py FILE.png "priorities=bench/results/pong-cpu/*" "uniform=bench/results/pong-uniform/*"
 
-A run is a folder of `gpu-replay train`, a `monitor.csv` of Stable-Baselines3, or a file of `dqn_atari.py` (seconds,
-steps, return of each episode). A line is the median of a group's runs, its band reaches from the lowest to
-the highest; a run that has ended keeps its last value.
+A run is a folder of `gpu-replay train`, one of RL Baselines3 Zoo, or a file of `dqn_atari.py` (seconds, steps, return
+of each episode). A line is the median of a group's runs, its band reaches from the lowest to the highest; a run that
+has ended keeps its last value.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ def read(path: Path) -> Run:
         # evaluations at the end take time, and need no steps
         curve.iloc[-1, curve.columns.get_loc("minutes")] = summary["wall_seconds"] / 60
         return Run(curve, bool(summary["solved"]))
-    if path.name.endswith("monitor.csv"):
-        rows = pd.read_csv(path, skiprows=1)
-        # frames are skipped by four
+    if path.is_dir():
+        # a file for each environment, of which four frames are a step
+        rows = pd.concat([pd.read_csv(file, skiprows=1) for file in path.glob("*monitor.csv")]).sort_values("t")
         rows = pd.DataFrame({"seconds": rows.t, "step": rows.l.cumsum() / 4, "return": rows.r})
     else:
         rows = pd.read_csv(path)
+    if rows.empty:
+        sys.exit(f"{path}: no episode has ended")
     means = rows["return"].rolling(WINDOW, min_periods=1).mean()
     return Run(pd.DataFrame({"step": rows.step, "minutes": rows.seconds / 60, "return": means}), False)
 
