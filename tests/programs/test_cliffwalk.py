@@ -1,4 +1,4 @@
-"""The Blind Cliffwalk: its memory and values by hand, its recorded runs and what they say, and the command."""
+"""The Blind Cliffwalk: its updates by hand, its recorded runs and what they say, and the command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpu_replay.cli import main
-from gpu_replay.study.blind_cliffwalk import LEARNERS, Outcome, QTable, fill_memory, solve
+from gpu_replay.study.blind_cliffwalk import LEARNERS, Outcome, QTable, solve
 from gpu_replay.study.cliffwalk import summarize, write_cliffwalk
 
 pd = pytest.importorskip("pandas")
@@ -17,20 +17,6 @@ pd = pytest.importorskip("pandas")
 MOST = 1_000_000
 FOLDER = Path(__file__).resolve().parents[2] / "bench" / "results" / "study"
 RECORDED = pd.read_csv(FOLDER / "cliffwalk.csv")
-
-
-def test_memory_holds_every_sequence_once():
-    memory = fill_memory(7, np.random.default_rng(7))
-    assert {len(column) for column in memory.values()} == {2**8 - 2}
-    assert memory["reward"].sum() == 1
-    assert memory["terminated"].sum() == 2**7
-    # half of those who reach a state go wrong there
-    for state in range(7):
-        here = memory["state"] == state
-        assert (here.sum(), (memory["action"][here] == state % 2).sum()) == (2 ** (7 - state), 2 ** (6 - state))
-    # an episode begins at state 0 after each end, and goes on one state further otherwise
-    expected = np.where(memory["terminated"][:-1], 0, memory["state"][:-1] + 1)
-    np.testing.assert_array_equal(memory["state"][1:], expected)
 
 
 def test_updates_by_hand():

