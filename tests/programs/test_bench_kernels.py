@@ -1,4 +1,4 @@
-"""The kernel microbenchmarks: their checks, what is recorded of cases that fail, tables and plots."""
+"""The kernel microbenchmarks: their checks, what is recorded of cases that fail, files and plots."""
 
 from __future__ import annotations
 
