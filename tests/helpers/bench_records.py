@@ -40,11 +40,6 @@ def record(
     return Record(**{**values, **changes})
 
 
-def cells(line: str) -> list[str]:
-    """The cells of a line of a Markdown table."""
-    return [cell.strip() for cell in line.split("|")[1:-1]]
-
-
 def quicker(monkeypatch: Patch) -> None:
     """Trials of five calls each, without a collection of the whole heap before each measurement."""
     monkeypatch.setattr(main, "QUICK", measure.Plan(warmup=0, seconds=0, fewest=5, most=5))

@@ -1,4 +1,4 @@
-"""The kernel microbenchmarks: their checks, what is recorded of cases that fail, tables and plots."""
+"""The kernel microbenchmarks: their checks, what is recorded of cases that fail, files and plots."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from bench_records import ENVIRONMENT, GPU, Capture, Patch, cells, quicker, record
+from bench_records import ENVIRONMENT, Capture, Patch, quicker, record
 from torch import Tensor
 
-from gpu_replay.bench import kernel_checks, kernels, plots, records, report
+from gpu_replay.bench import kernel_checks, kernels, records
 from gpu_replay.bench import main as commands
 from gpu_replay.bench.kernel_checks import Implementation
 from gpu_replay.bench.kernel_inputs import Inputs
@@ -27,10 +27,7 @@ from gpu_replay.bench.subjects import EPS
 from gpu_replay.console.progress import Progress
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-def kernel(case: str = "draw/N=10k/B=32", implementation: str = OURS, median: float = 100.0, **changes: Any) -> Record:
-    return record(case, median, implementation, suite="kernels", timing=changes.pop("timing", "host"), **changes)
+gpu = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +36,13 @@ def small_caches(monkeypatch: Patch) -> None:
     monkeypatch.setattr(kernels, "flush_bytes", lambda device: 4096)
 
 
-def right_answers(operation: str, device: torch.device, slots: int, batch: int) -> None:
-    kind = KERNELS[operation]
-    slots = 2000 if kind.dtype is not None else slots
-    case = Case(operation, slots if kind.slot or kind.drawn else 0, batch if kind.drawn else 0)
-    given, wrong = inputs(case, device), {}
+@pytest.mark.parametrize("operation", list(KERNELS))
+@pytest.mark.parametrize("kind, slots, batch", [("cpu", 3001, 64), pytest.param("cuda", 100_003, 256, marks=gpu)])
+def test_every_implementation_gives_right_answers(kind: str, slots: int, batch: int, operation: str) -> None:
+    of = KERNELS[operation]
+    slots = 2000 if of.dtype is not None else slots
+    case = Case(operation, slots if of.slot or of.drawn else 0, batch if of.drawn else 0)
+    given, wrong = inputs(case, torch.device(kind)), {}
     for name, make in makers(case).items():
         work = make(given)
         wrong[name] = work.faults()
@@ -56,35 +55,16 @@ def right_answers(operation: str, device: torch.device, slots: int, batch: int) 
     assert len(wrong) > 1
 
 
-@pytest.mark.parametrize("operation", list(KERNELS))
-def test_every_implementation_gives_right_answers(operation: str) -> None:
-    right_answers(operation, CPU, 3001, 64)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("operation", list(KERNELS))
-def test_every_implementation_gives_right_answers_on_a_gpu(operation: str) -> None:
-    right_answers(operation, CUDA, 100_003, 256)
-
-
-def test_baselines_end_where_they_stop_being_right() -> None:
-    assert list(makers(Case("draw", 2**24, 32))) == [OURS, *KERNELS["draw"].baselines]
-    assert list(makers(Case("draw", 10**8, 32))) == [OURS, "searchsorted alone", "cumsum + searchsorted"]
-
-
 # checks
 
 
 def test_draws_outside_of_their_strata_are_noticed() -> None:
     weights = torch.tensor([1, 0, 5, 2, 4, 0, 4], dtype=torch.int64)
     # strata of 4: the slots 0 and 2, 2 and 3, 4, 6
-    for right in ([0, 2, 4, 6], [2, 2, 4, 6], [2, 3, 4, 6]):
-        assert kernel_checks.wrong_draws(weights, torch.tensor(right)) == []
-        assert kernel_checks.wrong_draws(weights.float(), torch.tensor(right)) == []
+    assert kernel_checks.wrong_draws(weights, torch.tensor([2, 2, 4, 6])) == []
     for wrong, count in (([1, 2, 4, 6], 1), ([0, 2, 4, 5], 1), ([6, 4, 2, 0], 4), ([3, 3, 4, 6], 1)):
         (reason,) = kernel_checks.wrong_draws(weights, torch.tensor(wrong))
         assert reason.startswith(f"{count} of 4 draws")
-    assert "slots from 0 to 7 of 7" in kernel_checks.wrong_draws(weights, torch.tensor([0, 2, 4, 7]))[0]
     weights = torch.arange(1, 1001, dtype=torch.float32)
     torch.manual_seed(0)
     assert kernel_checks.wrong_shares(weights, torch.multinomial(weights, 4096, replacement=True)) == []
@@ -92,24 +72,19 @@ def test_draws_outside_of_their_strata_are_noticed() -> None:
 
 
 def test_other_wrong_answers_are_noticed() -> None:
-    values = torch.arange(10)
-    assert kernel_checks.wrong_scan(values, values.cumsum(0)) == []
+    values, given = torch.arange(10), Inputs(1000, 32, CPU)
     assert all(kernel_checks.wrong_scan(values, sums) for sums in (values.cumsum(0) + 1, values))
-    assert kernel_checks.wrong_totals(values, 45) == kernel_checks.wrong_totals(values, torch.tensor(46), 0.05) == []
     assert kernel_checks.wrong_totals(values, 46)
-    given = Inputs(1000, 32, CPU)
     order = torch.sort(given.priorities, descending=True).indices
     ranks = torch.searchsorted(given.rank_masses, given.rank_masses[-1] * torch.arange(32) // 32, right=True)
-    assert kernel_checks.wrong_ranks(given.priorities, given.rank_masses, order[ranks]) == []
     assert kernel_checks.wrong_ranks(given.priorities, given.rank_masses, order[ranks.flip(0)])
     rows = {name: values[given.slots[0]] for name, values in given.rows.items()}
-    mixed = {**rows, "reward": rows["reward"].roll(1)}
-    wrong = [kernel_checks.wrong_rows(found, given) for found in (rows, mixed)]
-    assert wrong == [[], ["rows of 'reward' are not those of their slots"]]
+    mixed = kernel_checks.wrong_rows({**rows, "reward": rows["reward"].roll(1)}, given)
+    assert mixed == ["rows of 'reward' are not those of their slots"]
 
 
-@pytest.mark.parametrize(("fault", "message"), [(None, None), ("scale", "as given"), ("other", "have changed")])
-def test_wrong_updates_are_noticed(fault: str | None, message: str | None) -> None:
+@pytest.mark.parametrize("fault, message", [("scale", "as given"), ("other", "have changed")])
+def test_wrong_updates_are_noticed(fault: str, message: str) -> None:
     given = Inputs(1000, 32, CPU)
     powers = given.priorities.double() + 1
 
@@ -119,8 +94,7 @@ def test_wrong_updates_are_noticed(fault: str | None, message: str | None) -> No
             powers[(slots[0] + 1) % 1000] += 1
 
     index = SimpleNamespace(update=update, weights=lambda: powers, total=powers.sum, slack=1e-9, unit=1.0)
-    wrong = kernel_checks.wrong_update(index, given)
-    assert wrong == [] if message is None else message in wrong[0]
+    assert message in kernel_checks.wrong_update(index, given)[0]
 
 
 # runs
@@ -145,11 +119,10 @@ def measured(*cases: Case) -> list[Record]:
 
 
 def test_a_record_says_how_it_was_made(monkeypatch: Patch, capsys: Capture) -> None:
-    case = Case("prefix-sum", 1000, 0)
-    ours, theirs = measured(case)
+    ours, theirs = measured(Case("prefix-sum", 1000, 0))
     assert ((ours.implementation, theirs.implementation), ours.flush) == ((OURS, "cumsum"), 4096)
     assert (ours.timing, ours.suite, ours.bytes) == ("host", "kernels", 16_000)
-    assert (measured(Case("draw", 1000, 32))[0].flush, Record.parse(ours.line())) == (0, ours)
+    assert measured(Case("draw", 1000, 32))[0].flush == 0
     # a baseline with wrong answers is left out, with a word
     replaced(monkeypatch, baselines={"cumsum": wrong_work})
     assert [each.implementation for each in measured(Case("prefix-sum", 1000, 0))] == [OURS]
@@ -158,7 +131,6 @@ def test_a_record_says_how_it_was_made(monkeypatch: Patch, capsys: Capture) -> N
     monkeypatch.setattr(kernels, "free_bytes", lambda device: 4_000_000_000)
     assert measured(Case("rank-draw", 10**8, 32)) == []
     assert "rank-draw/N=100M/B=32 is skipped: it takes 20.0 GB and 4.0 GB are free." in capsys.readouterr().err
-    assert kernels.too_large(Case("draw", 10**6, 32), CPU) is None
 
 
 def test_a_case_that_fails_leaves_a_line_and_stops_nothing(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
@@ -197,23 +169,7 @@ def test_a_device_that_is_lost_ends_the_suite(monkeypatch: Patch) -> None:
     assert commands.main(["gpu"]) == commands.LOST
 
 
-# tables and plots
-
-
-def test_the_table_compares_with_the_best_that_does_the_whole_work() -> None:
-    found = [
-        kernel(),
-        kernel(implementation="cumsum + searchsorted", median=250.0),
-        kernel(implementation="multinomial", median=200.0),
-        kernel(implementation="searchsorted alone", median=10.0),
-        kernel(implementation="cumsum + searchsorted", median=1.0, timing="events"),
-    ]
-    line = cells(report.kernels_table(found).splitlines()[2])
-    assert line == ["draw", "10k", "32", "100", "200 (multinomial)", "2.00x", "25.0%"]
-    assert report.section("kernels", []) == "Not measured yet: `gpu-replay bench kernels`."
-    # each device has a table of its own
-    text = report.section("kernels", [kernel(), kernel(environment=GPU, timing="graph")])
-    assert (text.count("| operation"), text.count("NVIDIA Test 9000, Test CPU")) == (2, 1)
+# files and plots
 
 
 def test_kernel_records_are_found_and_trials_are_not(monkeypatch: Patch, tmp_path: Path) -> None:
@@ -221,31 +177,25 @@ def test_kernel_records_are_found_and_trials_are_not(monkeypatch: Patch, tmp_pat
         monkeypatch.setattr(records, "checkout", lambda root=root: root)
         monkeypatch.chdir(tmp_path)
         for name in ("cpu", "kernels", "kernels-quick"):
-            records.write(records.default_file(name), [kernel()])
-        recorded = [file.stem.split("bench-")[-1] for file in records.recorded_files()]
-        assert recorded == ["cpu", "kernels"]
+            records.write(records.default_file(name), [record()])
+        assert [file.stem.split("bench-")[-1] for file in records.recorded_files()] == ["cpu", "kernels"]
 
 
 def test_plots_are_made_of_records_alone(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     sizes = [f"N={capacity}/B={batch}" for capacity in ("10k", "1M") for batch in (32, 4096)]
-    found = [kernel(f"draw/{size}", name, 10.0 + len(size)) for size in sizes for name in (OURS, "other")]
-    found += [kernel(f"frame-gather/N=100k/B={batch}", OURS, 50.0) for batch in (32, 4096)]
-    found += [kernel("empty", OURS, 2.0, bytes=0), record("add/N=10k/B=8"), record("add/N=1M/B=8")]
+    found = [record(f"draw/{size}", 9.0, name, suite="kernels") for size in sizes for name in (OURS, "other")]
+    # of one size each
+    found += [record("empty", suite="kernels", bytes=0), record("add/N=10k/B=8"), record("add/N=1M/B=8")]
     file = tmp_path / "made.jsonl"
     records.write(file, found)
     assert commands.main(["plot", str(file)]) == 0
-    files = sorted((tmp_path / "made").iterdir())
-    assert [each.name for each in files] == ["draw.png", "frame-gather.png"]
-    assert all(each.read_bytes().startswith(b"\x89PNG") and each.stat().st_size > 10_000 for each in files)
-    # one folder for each machine and clock
-    both = found[:3] + [replace(each, environment=GPU, timing="graph") for each in found[:3]]
-    files = plots.draw(both, tmp_path / "both")
-    assert {each.parent.name for each in files} == {"cpu-host", "nvidia-test-9000-graph"}
-    assert plots.draw([], tmp_path / "none") == []
+    (picture,) = (tmp_path / "made").iterdir()
+    assert picture.name == "draw.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.gpu
+@gpu
 @pytest.mark.parametrize("timing", ["events", "graph"])
 def test_kernels_are_measured_on_a_gpu(timing: str, tmp_path: Path) -> None:
     file = tmp_path / "kernels.jsonl"

