@@ -197,14 +197,8 @@ def test_what_the_page_for_developers_names_is_in_the_sources() -> None:
     assert {name for name in names if not re.search(rf"\b{name}\b", sources)} == set()
 
 
-def test_the_pages_and_the_log_of_experiments_are_short() -> None:
+def test_the_pages_are_short() -> None:
     assert {page: most for page, most in MOST_WORDS.items() if len((ROOT / page).read_text().split()) > most} == {}
-    assert len((ROOT / "bench" / "README.md").read_text().splitlines()) <= 120
-    for entry in re.split(r"^(?=\*\*)", (ROOT / "bench" / "LOG.md").read_text(), flags=re.MULTILINE)[1:]:
-        lines = [line for line in entry.partition("\n## ")[0].splitlines() if line]
-        assert re.match(r"\*\*\d{4}-\d\d-\d\d, ", lines[0])
-        assert len(lines) <= 8, lines[0]
-        assert "Decision: " in entry, lines[0]
 
 
 def test_the_reference_names_every_public_class() -> None:
