@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import linecache
 import os
 import random
@@ -532,29 +531,16 @@ class TestDevice:
         keys, values = torch.arange(1100) // 2, torch.arange(1100.0)
         check_launches(lambda: holding(0), holding(1100), "update", lambda each: each.update_priorities(keys, values))
 
-    def test_a_load_without_memory_is_whole_or_empty_or_refused(
-        self, full: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_load_without_memory_is_whole_or_empty(self, full: bool) -> None:
         """New rows under the sums of others would be drawn as often as those were."""
-
-        def fails(*_: object) -> None:
-            raise MemoryError
-
         saved, done, before = holding(700).state_dict(), holding(1000), memory(holding(1000))
         done.load_state_dict(saved)
         loaded, total = memory(done), Places().made(lambda: done.load_state_dict(saved))
         assert total.launches > 0
-        # the memory is there again, or is not
-        for lasting, at in list(itertools.product((False, True), range(total.count)))[:: 1 if full else 13]:
-            buffer, places = holding(1000), Places(at, MemoryError)
-            with monkeypatch.context() as patched:
-                if lasting:
-                    patched.setattr(buffer._state, "clear", fails)
-                with pytest.raises(MemoryError):
-                    places.made(lambda buffer=buffer: buffer.load_state_dict(saved))
-            if buffer._stream_order.interrupted:
-                assert lasting
-                check_refuses(buffer)
+        for at in range(0, total.count, 1 if full else 7):
+            buffer = holding(1000)
+            with pytest.raises(MemoryError):
+                Places(at, MemoryError).made(lambda buffer=buffer: buffer.load_state_dict(saved))
             check_loaded_or_empty(buffer, before, loaded)
 
     def test_an_add_whose_second_launch_cannot_be_made_says_so(self) -> None:

@@ -82,7 +82,7 @@ def test_state_is_a_copy_and_loading_it_again_repeats_everything(device: str) ->
 # settings that a checkpoint keeps
 
 
-@pytest.mark.parametrize("kind", ["transitions", "same_step", "disabled", "nested"])
+@pytest.mark.parametrize("kind", ["transitions", "same_step", "nested"])
 def test_a_buffer_from_disk_keeps_every_setting(kind: str, device: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     settings: dict[str, Any] = {"sampler": EVERY_SETTING, "device": device, "seed": 2**63 + 5}

@@ -43,14 +43,6 @@ def reached(achieved: Tensor, desired: Tensor) -> Tensor:
 STEPS: dict[str, dict[str, Any]] = {
     "same_step": {"autoreset": "same_step", "stack": 3, "n_step": 2, "random_shift": 1},
     "next_step": {"autoreset": "next_step", "stack": 3, "n_step": 2, "random_shift": 1},
-    "disabled": {
-        "autoreset": "disabled",
-        "stack": 2,
-        "n_step": 4,
-        "gamma": 0.75,
-        "padding": "zero",
-        "final_capacity": 5,
-    },
     "goals": {"autoreset": "same_step", "relabel": Hindsight(reward_fn=reached, ratio=0.5)},
 }
 # kinds of buffers with the samplers that they have where nothing else is said
