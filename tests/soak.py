@@ -28,7 +28,7 @@ from places import STEPS
 from programs import KINDS, SAMPLERS, any_program, run
 from ranks import ranks_of
 from refusals import whole_state
-from test_damage import DAMAGE, put_in_place_of
+from test_damage import DAMAGE
 from test_interrupts import MORE, under_signals
 from test_kills import test_killed_at_random_moments_leaves_the_old_or_the_new_one
 from test_sharded import check_one_sided, one_sided
@@ -68,10 +68,9 @@ def hurt(draw: random.Random, path: Path) -> str:
 
         edit(path, change)
         return way
+    file.unlink()
     if way in DAMAGE:
-        put_in_place_of(file, DAMAGE[way](content, draw.random()))
-    else:
-        file.unlink()
+        file.write_bytes(DAMAGE[way](content, draw.random()))
     if way == "link":
         file.symlink_to("/dev/zero")
     return way

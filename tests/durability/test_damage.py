@@ -30,28 +30,18 @@ DAMAGE: dict[str, Callable[[bytes, float], bytes]] = {
 }
 
 
-def put_in_place_of(file: Path, data: bytes | None) -> None:
-    """Other bytes, or a folder; not through a link to the file."""
-    file.unlink()
-    file.mkdir() if data is None else file.write_bytes(data)
-
-
-@pytest.mark.parametrize(
-    "damage, place", [*itertools.product(DAMAGE, (0, 0.01, 0.5, 1)), ("missing", 0), ("a folder", 0)]
-)
+@pytest.mark.parametrize("damage, place", [*itertools.product(DAMAGE, (0, 0.01, 0.5, 1)), ("missing", 0)])
 def test_a_damaged_piece_is_refused_by_name(tmp_path: Path, damage: str, place: float) -> None:
     saved(tmp_path / "c")
     pieces = pieces_of(tmp_path / "c")
     assert len(pieces) > 2
     for piece in pieces:
         kept = piece.read_bytes()
-        put_in_place_of(piece, DAMAGE[damage](kept, place) if damage in DAMAGE else None)
-        if damage == "missing":
-            piece.rmdir()
+        piece.unlink()
+        if damage in DAMAGE:
+            piece.write_bytes(DAMAGE[damage](kept, place))
         with pytest.raises(CheckpointError, match=piece.name):
             read_everything(tmp_path / "c")
-        if damage == "a folder":
-            piece.rmdir()
         piece.write_bytes(kept)
     read_everything(tmp_path / "c")
 
@@ -76,9 +66,7 @@ def test_no_changed_byte_of_the_manifest_goes_unnoticed(tmp_path: Path, full: bo
 
 MANIFESTS = {
     "no JSON": (b"{]", "not valid JSON"),
-    "no text": (b"\xff\xfe\x00", "not valid JSON"),
     "too deep": (b"[" * 100_000, "not valid JSON"),
-    "a list": (b"[1]", "not a checkpoint of gpu_replay"),
     "another program's": (b'{"format": "other", "version": 1}', "not a checkpoint of gpu_replay"),
     "a later version": (b'{"format": "gpu_replay checkpoint", "version": 99}', "99; .* A newer"),
     "no version": (b'{"format": "gpu_replay checkpoint", "version": true}', "version True; .* that wrote it"),

@@ -331,9 +331,8 @@ def under_signals(kind: str, name: str, seed: int, rounds: int, **settings: Any)
             return type(error), None
 
     for number in range(rounds):
-        calls = calls_of(twin) | {"look": lambda each: each.stats(), "read": lambda each: list(each.batches(4))}
+        calls = calls_of(twin) | {"read": lambda each: list(each.batches(4))}
         calls |= {"clear": lambda each: each.clear()} if draw.random() < 0.1 else {}
-        calls |= {"begin": lambda each: each.begin_episodes()} if kind in STEPS else {}
         each = draw.choice(list(calls)) if number >= len(calls) else list(calls)[number]
         before, began, ends = memory(twin), time.perf_counter(), []
         raised, _ = made(calls[each], twin)

@@ -108,7 +108,6 @@ def test_nothing_is_allocated_before_the_refusal() -> None:
 # an Atari transition of a trajectory buffer: each observation once, and 80 bytes for everything else
 FRAME = 84 * 84
 ATARI = {"obs": Field((84, 84), torch.uint8), "action": Field((), torch.int64)}
-BESIDE = 80
 
 
 # whatever the sampler, and however deep stacks and windows are
@@ -126,7 +125,7 @@ def test_an_atari_transition_takes_a_frame_and_80_bytes(
         buffer = TrajectoryReplayBuffer(capacity, num_envs, ATARI, **settings)
     except MemoryError:
         pytest.skip("needs 7.1 GB of memory to be free, though it uses none of it")
-    assert FRAME <= buffer.nbytes / buffer.capacity <= FRAME + BESIDE
+    assert FRAME <= buffer.nbytes / buffer.capacity <= FRAME + 80
 
 
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])

@@ -355,7 +355,7 @@ def test_two_buffers_do_not_share_a_folder(tmp_path: Path) -> None:
     link.symlink_to(folder)
     for path in (folder, str(folder) + "/", folder / ".." / "ring", link):
         with pytest.raises(RuntimeError, match="of another buffer that is in use"):
-            make("uniform", storage_path=path)
+            make("exact", storage_path=path)
     assert folder_for_copy(folder) == tmp_path / "ring-2"
     for buffer in (first, memory):
         list(live(buffer, 1))

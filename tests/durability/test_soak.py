@@ -5,8 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -53,10 +51,3 @@ def test_a_short_soak_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert "- failures: 0" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["soak", "--minutes", "none"])
-
-
-@pytest.mark.slow
-def test_the_line_that_repeats_a_case_runs() -> None:
-    root = Path(__file__).resolve().parents[2]
-    line = soak.REPEAT.replace(" python", f" {sys.executable}") + " 'import soak; soak.PARTS[\"damage\"](0)'"
-    subprocess.run(line, shell=True, cwd=root, check=True, timeout=120)
