@@ -118,7 +118,7 @@ def kills(seed: int) -> int:
 
 def threads(seed: int) -> int:
     """Adders, learners, readers and savers of two buffers at once, whose batches are gathered on four threads."""
-    done: list[None] = []
+    done: list[Any] = []
     before, capacity = torch.get_num_threads(), 1500 + seed % 200
     torch.set_num_threads(4)
     try:

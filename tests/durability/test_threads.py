@@ -108,7 +108,7 @@ def made(device: str, sampler: Any, capacity: int, stored: int = START) -> Repla
     return buffer
 
 
-def users(buffer: ReplayBuffer, path: Path, batch_size: int = 24) -> dict[str, Callable[[], None]]:
+def users(buffer: ReplayBuffer, path: Path, batch_size: int = 24) -> dict[str, Callable[[], Any]]:
     """What each of several threads does again and again with one buffer that another fills."""
     newest = size = 0
 
