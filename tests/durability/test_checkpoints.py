@@ -68,21 +68,6 @@ def test_pieces_keep_to_their_size_and_hold_each_row_once(tmp_path: Path) -> Non
             assert torch.equal(read_checkpoint(tmp_path / str(number)).read(name), tensor)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_strided_tensors_are_written_and_filled_and_their_neighbours_are_left_alone(
-    tmp_path: Path, device: str
-) -> None:
-    source = torch.arange(600, device=device).view(20, 30).t()
-    write_checkpoint(tmp_path / "c", {}, {"t": source, "ones": torch.ones(10, 3)}, shard_bytes=2000)
-    out = torch.zeros(40, 30, dtype=torch.int64, device=device)
-    memory = torch.full((14, 3), -7.0)
-    read_checkpoint(tmp_path / "c").fill({"t": out[::2].t(), "ones": memory[2:12]})
-    assert torch.equal(out[::2].t(), source)
-    assert not out[1::2].any()
-    assert torch.equal(memory[2:12], torch.ones(10, 3))
-    assert bool((memory[[0, 1, 12, 13]] == -7).all())
-
-
 def test_a_link_is_followed_and_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "c")
