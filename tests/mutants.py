@@ -18,7 +18,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import planted_faults
 from planted_faults import DEFAULT, NOTHING, ROOT, Fault, load_libraries, plant
 
 CORE = ("base", "ops", "loops", "engines", "graphs", "checkpoint", "sharded")
@@ -80,11 +79,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=int, default=600, help="a run of the tests that takes longer is a timeout")
     parser.add_argument("--output", type=Path, default=Path("mutants.md"), help="the table")
     parser.add_argument("--pytest", default=shlex.join(DEFAULT), metavar="ARGUMENTS", help="which tests, and how")
     options = parser.parse_args()
-    planted_faults.MOST_SECONDS = options.seconds
     load_libraries()
     folders = [ROOT / "kernels", *(ROOT / "gpu_replay" / name for name in CORE)]
     files = sorted(path.relative_to(ROOT).as_posix() for folder in folders for path in folder.rglob("*.py"))

@@ -1,10 +1,9 @@
 """Whether the tests catch faults: each of `planted_faults.toml` is planted in a copy of the checkout and tested there.
 
-    python tests/planted_faults.py [--only NAME ...] [--full]
+    python tests/planted_faults.py [--only NAME ...]
 
-Its likely tests run first, then, if they pass, all tests of the default command, and with --full the slow ones. What
-caught it is written to `planted_faults.md`, beside the lines of other faults; in the end those tests must pass in a
-copy without a fault.
+Its likely tests run first, then, if they pass, all tests of the default command. What caught it is written to
+`planted_faults.md`, beside the lines of other faults; in the end those tests must pass in a copy without a fault.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "planted_faults.toml"
 # the table itself names what is there without a fault
 DEFAULT = ("-n", "2", "--ignore=tests/project/test_planted_faults.py")
-SLOW = (*DEFAULT, "--full", "-m", "slow")
 LIBRARIES = ("torch", "scipy.stats", "numba", "triton", "gymnasium")
 # a fault can make a loop endless; that is noticed as well
 MOST_SECONDS = 900
@@ -56,12 +54,8 @@ class Fault(NamedTuple):
     tests: tuple[str, ...]
 
 
-class Outcome(NamedTuple):
-    """The test that caught a fault, or None, and the seconds that it took."""
-
-    fault: Fault
-    caught_by: str | None
-    seconds: float
+# a fault, the test that caught it, or None, and the seconds that it took
+Outcome = tuple[Fault, str | None, float]
 
 
 def faults() -> list[Fault]:
@@ -127,8 +121,8 @@ def first_failure(folder: Path, arguments: Sequence[str]) -> str | None:
     return found[1]
 
 
-def plant(fault: Fault, *suites: Sequence[str]) -> Outcome:
-    """Plant one fault and look for a test that fails: among its likely ones, then in each of these runs of pytest."""
+def plant(fault: Fault, suite: Sequence[str] = DEFAULT) -> Outcome:
+    """Plant one fault and look for a test that fails: among its likely ones, then in this run of pytest."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -139,17 +133,16 @@ def plant(fault: Fault, *suites: Sequence[str]) -> Outcome:
             raise ValueError(f"{fault.name}: the old text stands {text.count(fault.old)} times in {fault.file}.")
         path.write_text(text.replace(fault.old, fault.new))
         likely = [place(test) for test in fault.tests]
-        tried = (first_failure(folder, arguments) for arguments in (likely, *suites) if arguments)
-        caught_by = next(filter(None, tried), None)
-    return Outcome(fault, caught_by, time.monotonic() - started)
+        caught_by = (first_failure(folder, likely) if likely else None) or first_failure(folder, suite)
+    return fault, caught_by, time.monotonic() - started
 
 
 def check_without_faults(outcomes: Sequence[Outcome]) -> None:
     """Raise RuntimeError if a test that caught a fault fails without any as well."""
-    tests = {each.caught_by for each in outcomes if each.caught_by not in (None, TIMEOUT, CRASH)}
+    tests = sorted({caught_by for _, caught_by, _ in outcomes if caught_by and caught_by not in (TIMEOUT, CRASH)})
     with tempfile.TemporaryDirectory() as name:
         copy_to(Path(name))
-        if tests and (failed := first_failure(Path(name), sorted(filter(None, tests)))):
+        if tests and (failed := first_failure(Path(name), tests)):
             raise RuntimeError(f"{failed} fails without a fault as well.")
 
 
@@ -179,21 +172,20 @@ def page(outcomes: Sequence[Outcome], commit: str, before: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults, or those whose area has this name")
-    parser.add_argument("--full", action="store_true", help="try the slow tests on what the default ones let pass")
     parser.add_argument("--output", type=Path, default=TABLE.with_suffix(".md"))
     options = parser.parse_args()
     load_libraries()
     outcomes = []
     for fault in faults():
-        if options.only and not {fault.name, fault.area} & set(options.only):
-            continue
-        outcomes.append(plant(fault, DEFAULT, *([SLOW] if options.full else [])))
-        print(f"{fault.name}: {outcomes[-1].caught_by}, {outcomes[-1].seconds:.0f} s", flush=True)
+        if not options.only or {fault.name, fault.area} & set(options.only):
+            _, caught_by, seconds = outcome = plant(fault)
+            outcomes.append(outcome)
+            print(f"{fault.name}: {caught_by}, {seconds:.0f} s", flush=True)
     check_without_faults(outcomes)
     commit = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     before = options.output.read_text() if options.output.exists() else ""
     options.output.write_text(page(outcomes, commit.strip(), before))
-    return any(each.caught_by is None for each in outcomes)
+    return any(caught_by is None for _, caught_by, _ in outcomes)
 
 
 if __name__ == "__main__":

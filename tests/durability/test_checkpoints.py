@@ -68,21 +68,6 @@ def test_pieces_keep_to_their_size_and_hold_each_row_once(tmp_path: Path) -> Non
             assert torch.equal(read_checkpoint(tmp_path / str(number)).read(name), tensor)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_strided_tensors_are_written_and_filled_and_their_neighbours_are_left_alone(
-    tmp_path: Path, device: str
-) -> None:
-    source = torch.arange(600, device=device).view(20, 30).t()
-    write_checkpoint(tmp_path / "c", {}, {"t": source, "ones": torch.ones(10, 3)}, shard_bytes=2000)
-    out = torch.zeros(40, 30, dtype=torch.int64, device=device)
-    memory = torch.full((14, 3), -7.0)
-    read_checkpoint(tmp_path / "c").fill({"t": out[::2].t(), "ones": memory[2:12]})
-    assert torch.equal(out[::2].t(), source)
-    assert not out[1::2].any()
-    assert torch.equal(memory[2:12], torch.ones(10, 3))
-    assert bool((memory[[0, 1, 12, 13]] == -7).all())
-
-
 def test_a_link_is_followed_and_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "c")
@@ -137,15 +122,9 @@ def test_only_changed_pieces_are_written(tmp_path: Path) -> None:
     # the first row and the last one, and what shares a piece
     frames[0], frames[-1], tensors["few"] = 7, 8, torch.ones(3)
     assert PIECE < save(tmp_path / "c", tensors) <= 3 * PIECE
-    assert save(tmp_path / "c", tensors) == 0
-
-
-def test_of_a_tensor_that_grows_the_end_is_written(tmp_path: Path) -> None:
-    frames = torch.arange(150_000, dtype=torch.int64).view(-1, 3)
-    save(tmp_path / "c", {"frames": frames[:900]})
-    # nine rows, then many times as many; the row counts have more digits
-    assert save(tmp_path / "c", {"frames": frames[:909]}) <= PIECE
-    assert save(tmp_path / "c", {"frames": frames[:12_000]}) <= (12_000 - 909) * 24 * 1.1 + PIECE
+    # of what has grown the end; the row count has more digits
+    tensors["frames"] = torch.cat((frames, frames.repeat(5, 1)))
+    assert save(tmp_path / "c", tensors) <= 5.5 * frames.nbytes + PIECE
 
 
 def test_a_piece_that_somebody_touched_is_written_again(tmp_path: Path) -> None:
@@ -180,8 +159,6 @@ def test_what_cannot_be_written_changes_nothing(
         with pytest.raises(error, match=message):
             write_checkpoint(path, manifest, tensors)
     assert snapshot(tmp_path) == before
-    with pytest.raises(ValueError, match="shard_bytes"):
-        write_checkpoint(tmp_path / "c", {}, {}, shard_bytes=0)
 
 
 def written(path: Path, text: str) -> Path:
@@ -189,13 +166,6 @@ def written(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
-
-
-def no_file(path: Path, make: Callable[[Path], object]) -> None:
-    """A checkpoint whose manifest is no file."""
-    saved(path)
-    (path / "manifest.json").unlink()
-    make(path / "manifest.json")
 
 
 # what stands where a checkpoint should be, and what is said of it to who saves and who reads there
@@ -211,8 +181,11 @@ OCCUPIED: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "not a checkpoint of gpu_replay",
     ),
     "a file": (lambda path: written(path, "text"), "is a file.* Nothing was written", "is not a"),
-    "a folder for a manifest": (lambda path: no_file(path, os.mkdir), "manifest.json", "manifest.json"),
-    "a pipe for a manifest": (lambda path: no_file(path, os.mkfifo), "manifest.json", "manifest.json"),
+    "a pipe for a manifest": (
+        lambda path: (saved(path), (path / "manifest.json").unlink(), os.mkfifo(path / "manifest.json")),
+        "manifest.json",
+        "manifest.json",
+    ),
     "a foreign piece": (
         lambda path: (saved(path), written(path / "model.safetensors", "mine")),
         "no save wrote, model.safetensors",
@@ -282,7 +255,7 @@ def test_no_link_leads_out_of_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("existing", [True, False], ids=["existing", "first"])
-@pytest.mark.parametrize("failing", [0, 1, 2, 3, "the last step", "room"])
+@pytest.mark.parametrize("failing", [0, 1, 3, "the last step"])
 def test_a_save_that_fails_keeps_the_old_checkpoint(
     tmp_path: Path, monkeypatch: Patch, existing: bool, failing: Any
 ) -> None:
@@ -298,10 +271,7 @@ def test_a_save_that_fails_keeps_the_old_checkpoint(
             raise full
         sync(*given)
 
-    if failing == "room":
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100))
-        message = r"\d+ bytes are needed and 100 are free"
-    elif failing == "the last step":
+    if failing == "the last step":
         full, message = KeyboardInterrupt(), "^$"
         monkeypatch.setattr(os, "replace", fails)
     else:

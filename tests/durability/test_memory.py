@@ -10,11 +10,11 @@ import pytest
 import torch
 from children import in_a_child, memory_of
 from devices import device_fixture as device_fixture
-from devices import host_only, scale
+from devices import host_only
 from pairs import FIELDS, StepPair, live_through
 from transitions import SAMPLERS, STORED, fill, make
 
-from gpu_replay import Combined, Field, Latest, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.engines.placement import Placement
 from gpu_replay.engines.storage import check_room
 
@@ -69,24 +69,14 @@ def test_nbytes_holds_the_payload_and_little_more(name: str, device: str) -> Non
     assert buffer.nbytes == before
 
 
-ABSURD = {
-    "obs": Field((1024, 1024, 3), torch.uint8),
-    "action": Field((), torch.int64),
-    "speed": Field((), torch.float32),
-}
-
-
-@pytest.mark.parametrize("capacity", [1_000_000_000, 2**31 - 1])
-@pytest.mark.parametrize("sampler", [Uniform(), Proportional()], ids=repr)
-def test_capacity_that_does_not_fit_is_refused_with_a_table_of_fields(
-    sampler: Uniform | Proportional, capacity: int, device: str
-) -> None:
+def test_capacity_that_does_not_fit_is_refused_with_a_table_of_fields(device: str) -> None:
+    fields = {"obs": Field((1024, 1024, 3), torch.uint8), "action": Field((), torch.int64)}
     with pytest.raises(MemoryError, match=r"(?is)free|available") as refused:
-        ReplayBuffer(capacity, ABSURD, sampler=sampler, device=device)
-    for name in ABSURD:
+        ReplayBuffer(2**31 - 1, fields, sampler=Proportional(), device=device)
+    for name in fields:
         assert re.search(rf"(?m)^.*\b{name}\b.*\d", str(refused.value)), f"no line for {name}"
     # it does not stand in the way
-    fill(make(10, sampler, device=device), 3)
+    fill(make(10, device=device), 3)
 
 
 def test_memory_that_torch_keeps_of_a_dropped_buffer_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,18 +108,10 @@ def test_nothing_is_allocated_before_the_refusal() -> None:
 # an Atari transition of a trajectory buffer: each observation once, and 80 bytes for everything else
 FRAME = 84 * 84
 ATARI = {"obs": Field((84, 84), torch.uint8), "action": Field((), torch.int64)}
-BESIDE = 80
-ATARI_SAMPLERS = [
-    Proportional(),
-    Proportional(initial="stored", normalize="buffer"),
-    Uniform(),
-    Latest(),
-    Combined(Uniform()),
-]
 
 
 # whatever the sampler, and however deep stacks and windows are
-@pytest.mark.parametrize("sampler", ATARI_SAMPLERS, ids=repr)
+@pytest.mark.parametrize("sampler", [Proportional(), Uniform()], ids=repr)
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step", "disabled"])
 @pytest.mark.parametrize(
     "capacity, num_envs, stack, n_step", [(1_000_000, 64, 4, 3), (100_000, 1, 1, 1), (100_000, 8, 16, 20)]
@@ -143,13 +125,12 @@ def test_an_atari_transition_takes_a_frame_and_80_bytes(
         buffer = TrajectoryReplayBuffer(capacity, num_envs, ATARI, **settings)
     except MemoryError:
         pytest.skip("needs 7.1 GB of memory to be free, though it uses none of it")
-    assert FRAME <= buffer.nbytes / buffer.capacity <= FRAME + BESIDE
+    assert FRAME <= buffer.nbytes / buffer.capacity <= FRAME + 80
 
 
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
-@pytest.mark.parametrize("sampler", scale([Uniform(), Proportional(), Latest()], [Proportional()]), ids=repr)
-def test_nothing_grows_with_use(sampler: Any, autoreset: str, device: str) -> None:
-    pair = StepPair(61, 3, sampler=sampler, device=device, stack=3, n_step=2, autoreset=autoreset)
+def test_nothing_grows_with_use(autoreset: str, device: str) -> None:
+    pair = StepPair(61, 3, sampler=Proportional(), device=device, stack=3, n_step=2, autoreset=autoreset)
     before = pair.buffer.nbytes
     assert before >= 61 // 3 * 3 * sum(kind.row_bytes for kind in FIELDS.values())
     live_through(pair, 50, end=0.3, final=1.0)

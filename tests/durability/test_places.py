@@ -11,17 +11,15 @@ import pickle  # noqa: TID251 - what users pickle
 import random
 import resource
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from children import ended, forked, in_a_child, memory_of
+from children import ended, forked, in_a_child, memory_of, waiting
 from devices import INTERPRETED, host_only
 from fake_cuda import FakeCuda
 from places import check_equal, given, live, make, pinned_on_the_cpu
@@ -70,9 +68,8 @@ def test_a_buffer_in_pinned_memory_is_one_in_memory(kind: str, cuda: FakeCuda, m
 
 @pytest.mark.contract
 @pytest.mark.skipif(INTERPRETED, reason="only buffers on the CPU have files, and kernels never work on those")
-@pytest.mark.parametrize("kind", ["exact", "same_step"])
-def test_fields_move_between_memory_and_files(kind: str, tmp_path: Path) -> None:
-    memory, mapped = make(kind), make(kind, storage_path=tmp_path / "ring")
+def test_fields_move_between_memory_and_files(tmp_path: Path) -> None:
+    memory, mapped = make("same_step"), make("same_step", storage_path=tmp_path / "ring")
     assert mapped.nbytes == memory.nbytes
     list(live(memory, 1))
     mapped.load_state_dict(memory.state_dict())
@@ -87,25 +84,21 @@ def test_fields_move_between_memory_and_files(kind: str, tmp_path: Path) -> None
 
 @pytest.mark.contract
 def test_copies_are_in_folders_of_their_own(tmp_path: Path) -> None:
-    # with functions no pickle
-    for kind in ("exact", "same_step"):
-        buffer = make(kind, storage_path=tmp_path / kind)
-        list(live(buffer, 2))
-        twin = copy.deepcopy(buffer)
-        twin.add(**given(twin))
-        dumped = pickle.dumps(buffer)
-        expected = buffer.sample(8)
-        second = pickle.loads(dumped)
-        assert twin.storage_path == tmp_path / f"{kind}-2"
-        assert second.storage_path == tmp_path / f"{kind}-3"
-        check_equal(second.sample(8), expected)
-        del buffer, twin, second
-        # in the place of one that is gone
-        third = pickle.loads(dumped)
-        assert third.storage_path == tmp_path / kind
-        check_equal(third.sample(8), expected)
-        del third
-        assert list(tmp_path.iterdir()) == []
+    buffer = make("exact", storage_path=tmp_path / "ring")
+    list(live(buffer, 2))
+    twin = copy.deepcopy(buffer)
+    twin.add(**given(twin))
+    dumped = pickle.dumps(buffer)
+    expected = buffer.sample(8)
+    second = pickle.loads(dumped)
+    assert [each.storage_path.name for each in (buffer, twin, second)] == ["ring", "ring-2", "ring-3"]
+    check_equal(second.sample(8), expected)
+    del buffer, twin, second
+    # in the place of one that is gone
+    third = pickle.loads(dumped)
+    assert third.storage_path == tmp_path / "ring"
+    del third
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.contract
@@ -128,11 +121,6 @@ def test_every_way_of_making_a_buffer_takes_the_path(tmp_path: Path) -> None:
     steps = TrajectoryReplayBuffer.from_env(vector, 8, device="cpu", storage_path=path)
     assert f"fields on the disk at {path}" in repr(steps)
     vector.close()
-    del steps
-    captured = make("exact", storage_path=path)
-    captured.add(**given(captured))
-    captured.capture(4, lambda batch: batch.weight + 1)()
-    assert captured.stats().max_times_sampled > 0
 
 
 PLACES: dict[str, tuple[torch.device, Any, Any, Any]] = {
@@ -141,14 +129,10 @@ PLACES: dict[str, tuple[torch.device, Any, Any, Any]] = {
     "a file beside a GPU": (CUDA, None, "ring", (ValueError, r'(?s)Give device="cpu".*pinned host memory')),
     "a file and a GPU": (CPU, "cuda", "ring", (ValueError, "found storage_device 'cuda'")),
     "a file, pinned": (CUDA, "cpu", "ring", (ValueError, 'storage_device="cpu" and without storage_path')),
-    "no device": (CPU, "gpu", None, (ValueError, "not one that torch knows")),
     "a number": (CPU, 0, None, (TypeError, "storage_device must be a device")),
     "no path": (CPU, None, "", (ValueError, "empty")),
     "bytes": (CPU, None, b"ring", (TypeError, "path of a folder")),
-    "a path of another type": (CPU, None, 3, (TypeError, "path of a folder")),
-    "none": (CPU, None, None, Placement(CPU)),
     "pinned": (CUDA, "cpu", None, Placement(CUDA, pinned=True)),
-    "the GPU by name": (CUDA, "cuda", None, Placement(CUDA)),
     "the GPU": (CUDA, CUDA, None, Placement(CUDA)),
     "a file": (CPU, "cpu", "ring", Placement(CPU, path=Path.cwd() / "ring")),
 }
@@ -175,10 +159,7 @@ SIZES = {"obs": 30 * 10**9, "action": 10**9, "times_sampled": 4 * 10**8, "priori
         (Placement(CUDA), (10, 99, 99), r"32,300,000,000 bytes on cuda:0(?s:.*)obs(?s:.*)storage_device=\"cpu\""),
         (Placement(CUDA, pinned=True), (1, 99, 0), r"1,300,000,000 bytes on cuda:0"),
         (Placement(CUDA, pinned=True), (2, 10, 99), r"31,000,000,000 bytes in pinned host memory, where 10,000"),
-        (Placement(CPU), (0, 10, 99), "on cpu(?s:.*)storage_path"),
-        (Placement(CPU, path=Path("/d")), (0, 1, 99), "1,300,000,000 bytes on cpu"),
         (Placement(CPU, path=Path("/d")), (0, 2, 10), "31,000,000,000 bytes on the disk at /d"),
-        (Placement(CUDA, pinned=True), (2, 32, 0), None),
         (Placement(CPU, path=Path("/d")), (0, 2, 32), None),
     ],
 )
@@ -279,9 +260,6 @@ def test_estimate_counts_each_place_apart(tmp_path: Path, capsys: pytest.Capture
     totals = [int(part.split("total")[1].split()[0].replace(",", "")) for part in (here, there)]
     assert totals[1] == 24_000
     assert f"the buffer alone takes {sum(totals):,} bytes" in out
-    assert out.count(" GB are free ") == 2
-    assert main([*arguments, "--storage-device", "cuda"]) == 2
-    assert "give device='cuda'" in capsys.readouterr().err
 
 
 # larger than memory
@@ -377,7 +355,7 @@ def test_two_buffers_do_not_share_a_folder(tmp_path: Path) -> None:
     link.symlink_to(folder)
     for path in (folder, str(folder) + "/", folder / ".." / "ring", link):
         with pytest.raises(RuntimeError, match="of another buffer that is in use"):
-            make("uniform", storage_path=path)
+            make("exact", storage_path=path)
     assert folder_for_copy(folder) == tmp_path / "ring-2"
     for buffer in (first, memory):
         list(live(buffer, 1))
@@ -393,20 +371,14 @@ def test_two_buffers_do_not_share_a_folder(tmp_path: Path) -> None:
 @of_a_file
 def test_what_a_killed_process_left_is_replaced_and_no_link_is_followed(tmp_path: Path) -> None:
     folder, target = tmp_path / "ring", tmp_path / "target"
-    reading, writing = os.pipe()
 
-    def hold() -> None:
+    def hold() -> MappedFile:
         held = MappedFile(folder, 5000)
         held.block[:] = 1
-        os.write(writing, b"x")
-        time.sleep(60)
+        return held
 
-    child = forked(hold)
-    os.read(reading, 1)
-    with pytest.raises(RuntimeError, match="in use"):
+    with waiting(hold), pytest.raises(RuntimeError, match="in use"):
         MappedFile(folder, 5000)
-    os.kill(child, signal.SIGKILL)
-    assert ended(child) == -signal.SIGKILL
     # its blocks count as free: they will be
     assert (folder / FILE_NAME).exists()
     assert (free_on_disk(folder) or 0) > 0
@@ -448,73 +420,36 @@ def test_a_folder_that_cannot_be_is_an_error_that_says_what_to_do(name: str, tmp
     assert (tmp_path / "taken" / FILE_NAME).is_dir()
 
 
-def race(folder: Path, rounds: int) -> list[int]:
-    """Four processes make files below one folder that does not exist yet, so many times; returns how those ended that
-    failed.
-    """
+@of_a_file
+def test_processes_that_make_the_folders_above_theirs_at_the_same_time(tmp_path: Path) -> None:
     ready = multiprocessing.get_context("fork").Barrier(4)
 
     def work() -> None:
-        for number in range(rounds):
+        for number in range(40):
             ready.wait(30)
-            MappedFile(folder / str(number) / "ring" / f"rank{os.getpid()}", 5000)
+            MappedFile(tmp_path / str(number) / "ring" / f"rank{os.getpid()}", 5000)
 
-    return [code for child in [forked(work) for _ in range(4)] if (code := ended(child))]
-
-
-@of_a_file
-def test_processes_that_make_the_folders_above_theirs_at_the_same_time(tmp_path: Path) -> None:
-    assert race(tmp_path, 40) == []
-
-
-@of_a_file
-def test_an_interrupt_while_folders_are_made_is_not_hidden(tmp_path: Path, monkeypatch: Any) -> None:
-    make, remove = Path.mkdir, Path.rmdir
-
-    def interrupted(folder: Path, *given: Any) -> None:
-        if folder.name == "rank":
-            # another process has come to the folder above
-            make(folder.with_name("other"))
-            raise KeyboardInterrupt
-        make(folder, *given)
-
-    monkeypatch.setattr(Path, "mkdir", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        MappedFile(tmp_path / "a" / "rank", 5000)
-    monkeypatch.undo()
-    remove(tmp_path / "a" / "other")
-    MappedFile(tmp_path / "a" / "rank", 5000)
+    children = [forked(work) for _ in range(4)]
+    assert [ended(child) for child in children] == [0] * 4
 
 
 @of_a_file
 def test_a_child_that_was_forked_removes_nothing_and_holds_no_lock(tmp_path: Path) -> None:
-    (to_parent, from_child), (to_child, from_parent) = os.pipe(), os.pipe()
     buffers = [make("exact", storage_path=tmp_path)]
     list(live(buffers[0], 1))
 
     def use() -> None:
-        os.close(from_parent)
         with pytest.raises(RuntimeError):
             buffers[0].sample(3)
         buffers.clear()
-        os.write(from_child, b"refused")
-        # lives until the parent has dropped its own, or has failed
-        os.read(to_child, 1)
 
-    child = forked(use)
-    os.close(from_child)
-    try:
-        assert os.read(to_parent, 9) == b"refused"
+    with waiting(use):
         assert (tmp_path / FILE_NAME).exists()
         assert len(buffers[0].sample(3)) == 3
         buffers.clear()
         again = make("exact", storage_path=tmp_path)
         assert (tmp_path / FILE_NAME).exists()
         del again
-    finally:
-        for descriptor in (from_parent, to_parent, to_child):
-            os.close(descriptor)
-        assert ended(child) == 0
 
 
 PROGRAM = """
@@ -535,21 +470,13 @@ def test_a_process_that_ends_removes_the_file(tmp_path: Path) -> None:
 # read-ahead belongs to the host engine
 @of_a_file
 @host_only
-@pytest.mark.parametrize("kind", ["exact", "same_step"])
-def test_pages_of_drawn_rows_are_asked_for_while_gathers_are_slow(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
-    buffer, memory = make(kind, storage_path=tmp_path), make(kind)
-    list(live(memory, 1))
-    buffer.load_state_dict(memory.state_dict())
+def test_pages_of_drawn_rows_are_asked_for_while_gathers_are_slow(tmp_path: Path, monkeypatch: Any) -> None:
+    buffer, memory = make("exact", storage_path=tmp_path), make("exact")
+    for each in (buffer, memory):
+        list(live(each, 1))
     ahead, clock, asked = buffer._engine._ahead, [0.0, 0.0], []
-    mapping = ahead._mapping
-
-    class Mapping:
-        def madvise(self, option: int, begin: int, length: int) -> None:
-            # as a mapping checks it
-            mapping.madvise(option, begin, length)
-            asked.append((begin, begin + length))
-
-    ahead._mapping, ahead.slow = Mapping(), False
+    ask, ahead.slow = ahead._ask, False
+    monkeypatch.setattr(ahead, "_ask", lambda slots: (asked.extend(slots.tolist()), ask(slots)))
     monkeypatch.setattr("time.perf_counter", lambda: clock.append(clock[-1] + clock[0]) or clock[-1])
     # after one that takes a second the next one asks, and after that no more
     for seconds, asks in ((0.0, False), (1.0, False), (0.0, True), (0.0, False)):
@@ -557,9 +484,5 @@ def test_pages_of_drawn_rows_are_asked_for_while_gathers_are_slow(kind: str, tmp
         asked.clear()
         batch = buffer.sample(16)
         check_equal(batch, memory.sample(16))
-        assert (bool(asked), ahead.slow) == (asks, seconds > 0)
-        base = buffer._storage._memory._block.ctypes.data
-        for name, tensor in buffer._storage.tensors.items():
-            for slot in (batch.key % buffer.capacity).tolist() if asks and name != "reward" else ():
-                begin = tensor[slot].data_ptr() - base
-                assert any(low <= begin and begin + tensor[slot].nbytes <= high for low, high in asked), name
+        assert ahead.slow == (seconds > 0)
+        assert set(asked) == (set((batch.key % buffer.capacity).tolist()) if asks else set())

@@ -21,7 +21,7 @@ from devices import device_fixture as device_fixture
 from devices import host_only, scale
 from programs import KINDS, any_program, run
 
-from gpu_replay import Combined, Field, Latest, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.ops import frames, ring, threads
 
 pytestmark = pytest.mark.contract
@@ -35,7 +35,7 @@ WIDE = {
 }
 
 
-SAMPLERS = [Proportional(), RankBased(), Uniform(), Uniform(replacement=True), Latest(), Combined(Proportional(), 3)]
+SAMPLERS = [Proportional(), RankBased(), Uniform(), Combined(Proportional(), 3)]
 
 
 @pytest.fixture(autouse=True)
@@ -102,9 +102,8 @@ def adding(buffer: ReplayBuffer, device: str) -> Adder:
     return Adder(add)
 
 
-def made(device: str, sampler: Any = None, capacity: int = START, stored: int = START) -> ReplayBuffer:
-    settings = Proportional(alpha=1.0, eps=0.0, initial=1.0) if sampler is None else sampler
-    buffer = ReplayBuffer(capacity, WIDE, sampler=settings, device=device)
+def made(device: str, sampler: Any, capacity: int, stored: int = START) -> ReplayBuffer:
+    buffer = ReplayBuffer(capacity, WIDE, sampler=sampler, device=device)
     buffer.add(**rows(0, stored, device))
     return buffer
 
@@ -113,7 +112,7 @@ def users(buffer: ReplayBuffer, path: Path, batch_size: int = 24) -> dict[str, C
     """What each of several threads does again and again with one buffer that another fills."""
     newest = size = 0
 
-    def learn() -> int:
+    def learn() -> None:
         nonlocal newest
         batch = buffer.sample(batch_size)
         check_whole(batch)
@@ -122,7 +121,6 @@ def users(buffer: ReplayBuffer, path: Path, batch_size: int = 24) -> dict[str, C
         assert batch.key.max() >= newest - buffer.capacity
         newest = max(newest, int(batch.key.max()))
         buffer.update_priorities(batch.key, batch.key.double() % 5 + 0.5)
-        return sum(values.nbytes for values in batch.to_dict().values())
 
     def read() -> None:
         nonlocal size
@@ -161,19 +159,6 @@ def test_no_transition_is_torn_while_another_thread_adds(
         assert buffer.masses()[: len(buffer)].min().item() > 0
 
 
-def test_update_never_reaches_the_transition_that_takes_the_slot(device: str) -> None:
-    buffer = made(device)
-    for _ in range(scale(60, 2)):
-        with adding(buffer, device):
-            for _ in range(5):
-                newest = buffer.added - 1
-                keys = torch.arange(newest - START + 1, newest + 1, device=device)
-                buffer.update_priorities(keys, torch.full((START,), 7.0, device=device))
-        masses = buffer.masses().tolist()
-        for key in range(max(newest + 1, buffer.added - START), buffer.added):
-            assert masses[key % START] == 2**20, f"key {key} was never updated"
-
-
 ENVS, STACK, WINDOW = 3, 4, 2
 SIDE = (9, 7)
 
@@ -196,10 +181,10 @@ def check_stacks(batch: Any) -> None:
     assert torch.equal(batch.reward.cpu(), (step + 0.5 * (step + 1)).float())
 
 
-@pytest.mark.parametrize("sampler", [Uniform(), Proportional(), RankBased()], ids=["uniform", "proportional", "rank"])
-def test_no_stack_or_window_is_torn_while_another_thread_adds(sampler: Any, device: str) -> None:
+def test_no_stack_or_window_is_torn_while_another_thread_adds(device: str) -> None:
     fields = {"obs": Field(SIDE, torch.int32), "action": Field((), torch.int64)}
-    settings: dict[str, Any] = {"stack": STACK, "n_step": WINDOW, "gamma": 0.5, "sampler": sampler, "device": device}
+    settings: dict[str, Any] = {"stack": STACK, "n_step": WINDOW, "gamma": 0.5, "device": device}
+    settings["sampler"] = Proportional()
     buffer = TrajectoryReplayBuffer(31 * ENVS, ENVS, fields, **settings)
     for _ in range(10):
         add_step(buffer, device)
@@ -209,8 +194,7 @@ def test_no_stack_or_window_is_torn_while_another_thread_adds(sampler: Any, devi
             check_stacks(batch)
             buffer.update_priorities(batch.key, batch.reward)
     assert buffer.added > 10 * ENVS
-    if isinstance(sampler, Proportional):
-        assert buffer.total_mass() == int(buffer.masses().sum())
+    assert buffer.total_mass() == int(buffer.masses().sum())
 
 
 # gathers on several threads

@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 from twins import check_batches
 
-from gpu_replay import (
-    Field,
-    Hindsight,
-    LinearSchedule,
-    Proportional,
-    ReplayBuffer,
-    TrajectoryReplayBuffer,
-    Uniform,
-)
+from gpu_replay import Field, Hindsight, LinearSchedule, Proportional, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.engines.placement import Placement
 
 FIELDS = {
@@ -43,29 +35,13 @@ def reached(achieved: Tensor, desired: Tensor) -> Tensor:
 STEPS: dict[str, dict[str, Any]] = {
     "same_step": {"autoreset": "same_step", "stack": 3, "n_step": 2, "random_shift": 1},
     "next_step": {"autoreset": "next_step", "stack": 3, "n_step": 2, "random_shift": 1},
-    "disabled": {
-        "autoreset": "disabled",
-        "stack": 2,
-        "n_step": 4,
-        "gamma": 0.75,
-        "padding": "zero",
-        "final_capacity": 5,
-    },
     "goals": {"autoreset": "same_step", "relabel": Hindsight(reward_fn=reached, ratio=0.5)},
-}
-# kinds of buffers with the samplers that they have where nothing else is said
-KINDS: dict[str, Any] = {
-    "exact": EXACT,
-    "uniform": Uniform(),
-    "same_step": EXACT,
-    "next_step": Uniform(replacement=True),
-    "goals": EXACT,
 }
 
 
 def make(kind: str, **more: Any) -> Any:
     """A buffer of transitions or of steps; keys of the last ones are what `given` made them of."""
-    settings = {"device": "cpu", "seed": 3, "sampler": KINDS.get(kind), **more}
+    settings = {"device": "cpu", "seed": 3, "sampler": EXACT, **more}
     if kind not in STEPS:
         return ReplayBuffer(**{"capacity": 50, "fields": FIELDS, **settings})
     steps = {"capacity": 60, "num_envs": ENVS, "fields": GOAL_FIELDS if kind == "goals" else STEP_FIELDS}

@@ -7,11 +7,9 @@ import functools
 import importlib
 import re
 import sys
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "gpu_replay"
@@ -143,49 +141,6 @@ def test_imports_point_one_way_in_a_small_graph_without_a_cycle() -> None:
     check_acyclic(files)
     assert 20 < len({room(module) for module in sources(ROOT)}) <= MOST_NODES
     assert len(rooms) <= MOST_ARROWS < len(files)
-
-
-def write(folder: Path, **lines: str) -> None:
-    """Files of one line, with two underscores for each folder."""
-    for name, line in lines.items():
-        path = folder / f"{name.replace('__', '/')}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(line)
-
-
-def test_a_cycle_is_seen(tmp_path: Path) -> None:
-    # of one layer, so that no import points upwards
-    write(tmp_path, gpu_replay__graphs__b="from gpu_replay.checkpoint.b import c")
-    write(tmp_path, gpu_replay__checkpoint__b="import gpu_replay.graphs.b")
-    assert violations(tmp_path) == []
-    for edges in arrows(tmp_path):
-        with pytest.raises(CycleError):
-            check_acyclic(edges)
-
-
-@pytest.mark.parametrize(
-    ("file", "line", "message"),
-    [
-        ("gpu_replay__ops__gather", "from .. import buffer", "ops.gather imports gpu_replay.buffer, which lies above"),
-        ("gpu_replay__ops__gather", "from ..buffer import B", "ops.gather imports gpu_replay.buffer, which lies above"),
-        ("gpu_replay__ops__gather", "import gpu_replay", "ops.gather imports gpu_replay, "),
-        ("gpu_replay__buffer", "def f():\n    from gpu_replay.training import agent", "which lies above it"),
-        ("gpu_replay__training__agent", "from gpu_replay.bench import measure", "the programs do not know"),
-        ("gpu_replay__loops__gather", "import torch", "loops are leaves"),
-        ("kernels__gather", "from gpu_replay.fields import Field", "kernels are leaves"),
-        ("gpu_replay__helpers", "", "helpers has no place in LAYERS"),
-        ("gpu_replay__buffer", "from gpu_replay.gone import nothing", "which is not there"),
-    ],
-)
-def test_a_breach_is_seen(tmp_path: Path, file: str, line: str, message: str) -> None:
-    upper = ("gpu_replay__buffer", "bench__measure", "gpu_replay__ops__gather", "gpu_replay__training__agent")
-    write(tmp_path, **dict.fromkeys(upper, "from gpu_replay.fields import Field\n"))
-    write(tmp_path, kernels__gather="import triton.language as tl\nfrom .philox import words\n")
-    write(tmp_path, kernels__philox="import triton\n")
-    assert violations(tmp_path) == []
-    write(tmp_path, **{file: line})
-    (breach,) = violations(tmp_path)
-    assert message in breach
 
 
 def test_two_variables_are_read() -> None:

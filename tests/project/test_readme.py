@@ -94,22 +94,16 @@ def test_the_recipes_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert names["offline"].stats().eligible == 12
 
 
-@pytest.mark.parametrize("side", ["-", "+"], ids=["before", "after"])
 @pytest.mark.parametrize("name", ["Stable-Baselines3", "TorchRL", "cpprb"])
-def test_the_changes_run_before_and_after(side: str, name: str) -> None:
-    library = {"Stable-Baselines3": "stable_baselines3", "TorchRL": "tensordict"}.get(name, name)
-    if side == "-" or library != "cpprb":
-        pytest.importorskip(library)
-    if (side, library) == ("-", "tensordict"):
-        pytest.skip("the trees of the wheel of TorchRL load with one version of torch only")
+def test_the_changes_run(name: str) -> None:
     lines = block((ROOT / "docs" / "coming-from.md").read_text(), "diff", f"## {name}").splitlines()
-    code = "\n".join(line[1:] for line in lines if line[:1] in ("", " ", side))
+    code = "\n".join(line[1:] for line in lines if line[:1] in ("", " ", "+"))
     names: dict[str, Any] = {"obs": np.zeros((40, 4), np.float32), "next_obs": np.ones((40, 4), np.float32)}
     names |= {"action": np.zeros(40, np.int64), "reward": np.ones(40, np.float32), "terminated": np.zeros(40, bool)}
-    if library == "tensordict":
-        from tensordict import TensorDict
-
-        names["collected"] = TensorDict({"reward": torch.rand(40)}, [40])
+    if name == "Stable-Baselines3":
+        pytest.importorskip("stable_baselines3")
+    if name == "TorchRL":
+        names["collected"] = pytest.importorskip("tensordict").TensorDict({"reward": torch.rand(40)}, [40])
     exec(code, names)
     assert "model" in names or len(names["batch"])
 
@@ -123,9 +117,7 @@ def test_the_commands_name_extras_and_files_that_there_are() -> None:
         assert install[:4] == [".venv/bin/pip", "install", "-c", "constraints.txt"]
         (extras,) = re.findall(r"\[(.*)\]", install[-1])
         assert all(re.search(rf"^{extra} = \[", PYPROJECT, re.MULTILINE) for extra in extras.split(","))
-    assert "gpu-replay train pong" in commands[0]
     assert commands[1].endswith(".venv/bin/python -m pytest -n 2")
-    assert README.index("train catch") < README.index("train pong")
 
 
 def test_versions_and_addresses_agree() -> None:
@@ -197,14 +189,8 @@ def test_what_the_page_for_developers_names_is_in_the_sources() -> None:
     assert {name for name in names if not re.search(rf"\b{name}\b", sources)} == set()
 
 
-def test_the_pages_and_the_log_of_experiments_are_short() -> None:
+def test_the_pages_are_short() -> None:
     assert {page: most for page, most in MOST_WORDS.items() if len((ROOT / page).read_text().split()) > most} == {}
-    assert len((ROOT / "bench" / "README.md").read_text().splitlines()) <= 120
-    for entry in re.split(r"^(?=\*\*)", (ROOT / "bench" / "LOG.md").read_text(), flags=re.MULTILINE)[1:]:
-        lines = [line for line in entry.partition("\n## ")[0].splitlines() if line]
-        assert re.match(r"\*\*\d{4}-\d\d-\d\d, ", lines[0])
-        assert len(lines) <= 8, lines[0]
-        assert "Decision: " in entry, lines[0]
 
 
 def test_the_reference_names_every_public_class() -> None:

@@ -50,15 +50,3 @@ def test_no_test_knows_the_inside_without_a_reason() -> None:
     assert {(file, name) for file, name in found if not known(name)} == set()
     # no reason outlives what it was given for
     assert [each for each in KNOWN if not any(f".{each}." in f"{name}." for _, name in found)] == []
-
-
-def test_what_knows_the_inside_is_seen() -> None:
-    for line in (
-        "from gpu_replay.ops import ring",
-        "from gpu_replay.engines.host import HostEngine",
-        "import gpu_replay.loops.tree",
-        "from gpu_replay.study.command import _chosen",
-        'patch.setattr("gpu_replay.ops.ring.LARGE", 1)',
-    ):
-        assert len(inner_names(line)) == 1, line
-    assert inner_names("from gpu_replay import ReplayBuffer, __version__") == set()
