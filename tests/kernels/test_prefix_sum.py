@@ -15,6 +15,7 @@ from sparse_memory import programs_in
 from gpu_replay.ops import prefix_sum
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum, scan
 
+interpreted_alone = pytest.mark.skipif(not INTERPRETED, reason="programs of a GPU come in an order of its own")
 EXTREMES = (-(2**63), 2**63 - 1)
 
 
@@ -67,12 +68,20 @@ def test_sums_over_many_blocks(length: int, device: str) -> None:
     check(np.random.default_rng(length).integers(*EXTREMES, length, endpoint=True), device)
 
 
+@interpreted_alone
+@pytest.mark.usefixtures("short_blocks")
+def test_programs_that_come_late_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_REPLAY_BACKEND", "triton")
+    with programs_in(lambda count: range(count)[::-1]):
+        check(np.random.default_rng(1).integers(*EXTREMES, 70, endpoint=True), "cpu")
+
+
 def words(stage: int, total: int) -> list[int]:
     """What the kernel writes of a sum: its stage above each half."""
     return [(stage << 32) + (half & 0xFFFFFFFF) for half in (total, total >> 32)]
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="programs of a GPU come in an order of its own")
+@interpreted_alone
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_other_programs_have_said_by_then_a_program_finds_its_sums(seed: int) -> None:
     """Nothing, a block's sum, all sums up to it, or one word of a later stage than the other."""
