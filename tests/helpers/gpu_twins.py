@@ -67,14 +67,7 @@ class OnGpu(Twins):
     """`gpu` and `host`, of transitions or of steps of `rows` environments; each row has its key in every value."""
 
     def __init__(
-        self,
-        capacity: int,
-        rows: int,
-        sampler: Any,
-        kind: str = "transitions",
-        *,
-        every: int = 13,
-        **more: Any,
+        self, capacity: int, rows: int, sampler: Any, kind: str = "transitions", *, every: int = 13, **more: Any
     ) -> None:
         self.kind, self.rows, self.every = kind, rows, every
         self.steps = kind not in ("transitions", "pinned")
@@ -166,9 +159,7 @@ def busy() -> None:
         square = square @ square / 4096
 
 
-def look_while_another_adds(
-    add: Callable[[int], Any], look: Callable[[], Any], enough: Callable[[], bool] = lambda: True
-) -> None:
+def look_while_another_adds(add: Callable[[int], Any], look: Callable[[], Any], enough: Callable[[], bool]) -> None:
     """Add 200 times, or until there was enough, in a thread and a stream; fail if a look in another one is not true."""
     failures: list[str] = []
     done = threading.Event()
