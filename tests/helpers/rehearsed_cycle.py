@@ -27,7 +27,7 @@ def main() -> None:
         assert int(plain.statistics.count), f"{title}: no episode ended"
         replays = {each: step.replays for each, step in graphed._graphs.items()}  # type: ignore[attr-defined]
         print(f"{title}: {replays} replays, {graphed.agent.updates} updates")
-        assert replays and all(replays.values()), f"{title}: nothing was captured"  # noqa: PT018
+        assert min(replays.values(), default=0), f"{title}: nothing was captured"
         if plain.environment.on_device:
             compare_evaluations(plain, graphed, title)
 
