@@ -103,7 +103,6 @@ class FakeCuda:
         self.pinned: dict[int, int] = {}
         self.unpinned: list[set[str]] = []
         self.answer = self.error = 0
-        self.streams: list[FakeStream] = []
 
     def install(self, patch: pytest.MonkeyPatch) -> FakeCuda:
         for name in NAMES:
@@ -141,8 +140,7 @@ class FakeCuda:
         return FakeGraph(self)
 
     def Stream(self, device: Any = None) -> FakeStream:
-        self.streams.append(FakeStream(self))
-        return self.streams[-1]
+        return FakeStream(self)
 
     def current_stream(self, device: Any = None) -> FakeStream:
         return self.current

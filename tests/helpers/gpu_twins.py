@@ -53,13 +53,9 @@ CASES = [
 ]
 
 
-# kernels are interpreted there, see rehearsal.py
-REHEARSED = torch.cuda.is_available() and "rehearsal" in torch.cuda.get_device_name()
-
-
 def amount(on_a_gpu: int, rehearsed: int) -> int:
-    """How much to do."""
-    return rehearsed if REHEARSED else on_a_gpu
+    """How much to do; where kernels are interpreted, see rehearsal.py, less."""
+    return rehearsed if "rehearsal" in torch.cuda.get_device_name() else on_a_gpu
 
 
 def powers(keys: Tensor) -> Tensor:
@@ -67,26 +63,13 @@ def powers(keys: Tensor) -> Tensor:
     return torch.bitwise_left_shift(torch.ones_like(keys), (keys * 7919) % 16).double() / 16
 
 
-def scalar(value: int) -> Tensor:
-    """A number on the device."""
-    return torch.full((), value, dtype=torch.int64, device="cuda")
-
-
 class OnGpu(Twins):
     """`gpu` and `host`, of transitions or of steps of `rows` environments; each row has its key in every value."""
 
     def __init__(
-        self,
-        capacity: int,
-        rows: int,
-        sampler: Any,
-        kind: str = "transitions",
-        *,
-        fields: dict[str, Field] = FIELDS,
-        every: int = 13,
-        **more: Any,
+        self, capacity: int, rows: int, sampler: Any, kind: str = "transitions", *, every: int = 13, **more: Any
     ) -> None:
-        self.kind, self.rows, self.every, self.fields = kind, rows, every, fields
+        self.kind, self.rows, self.every = kind, rows, every
         self.steps = kind not in ("transitions", "pinned")
         self.draws_sequences = self.steps and kind != "goals"
         settings = {**MODES.get(kind.replace("pinned steps", "same_step"), {}), **more}
@@ -96,7 +79,7 @@ class OnGpu(Twins):
             if kind.startswith("pinned") and place == "cuda":
                 named["storage_device"] = "cpu"
             if not self.steps:
-                return ReplayBuffer(capacity, fields, **named)
+                return ReplayBuffer(capacity, FIELDS, **named)
             of_steps = GOAL_FIELDS if kind == "goals" else STEP_FIELDS
             return TrajectoryReplayBuffer(capacity, rows, of_steps, **named, **settings)
 
@@ -110,8 +93,7 @@ class OnGpu(Twins):
         key = torch.arange(rows or self.rows, device=device) + first
         priority = {"priority": powers(key)} if own else {}
         if not self.steps:
-            row = {"x": key[:, None].float() + torch.arange(4, device=device) / 4, "n": key}
-            return {name: row[name] for name in self.fields} | priority
+            return {"x": key[:, None].float() + torch.arange(4, device=device) / 4, "n": key, **priority}
         hashed = key * 7919 % 1009 % self.every
         if self.kind == "goals":
             goal = (key[:, None] * 31 + torch.arange(2, device=device)) % 251
@@ -138,7 +120,7 @@ class OnGpu(Twins):
         for _ in range(times):
             self.host.add(**self.given(self.host.added, "cpu"))
         self.gpu.load_state_dict(self.host.state_dict())
-        return scalar(self.host.added)
+        return torch.full((), self.host.added, dtype=torch.int64, device="cuda")
 
     def update_drawn(self, keys: Tensor) -> None:
         """The host's part of a step that updates what it drew."""
@@ -177,9 +159,7 @@ def busy() -> None:
         square = square @ square / 4096
 
 
-def look_while_another_adds(
-    add: Callable[[int], Any], look: Callable[[], Any], enough: Callable[[], bool] = lambda: True
-) -> None:
+def look_while_another_adds(add: Callable[[int], Any], look: Callable[[], Any], enough: Callable[[], bool]) -> None:
     """Add 200 times, or until there was enough, in a thread and a stream; fail if a look in another one is not true."""
     failures: list[str] = []
     done = threading.Event()

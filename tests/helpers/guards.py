@@ -25,14 +25,14 @@ class Guards:
 
     def __init__(self) -> None:
         self._held: list[tuple[str, Tensor, int]] = []
-        # the allocators themselves, which tests replace
-        self._empty, self._full = torch.empty, torch.full
+        # the allocator itself, which tests replace
+        self._full = torch.full
 
-    def allocate(self, shape: Any, dtype: torch.dtype, device: Any, name: str = "") -> Tensor:
+    def allocate(self, shape: Any, dtype: torch.dtype, device: Any) -> Tensor:
         """A poisoned tensor of that shape between two margins."""
         size = math.prod(shape) * dtype.itemsize
         memory = self._full((MARGIN + size + MARGIN,), SENTINEL, dtype=torch.uint8, device=device)
-        self._held.append((name or f"{str(dtype).removeprefix('torch.')}{list(shape)}", memory, size))
+        self._held.append((f"{str(dtype).removeprefix('torch.')}{list(shape)}", memory, size))
         return memory[MARGIN : MARGIN + size].view(dtype).view(shape)
 
     def check(self) -> None:

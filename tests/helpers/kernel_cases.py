@@ -119,6 +119,7 @@ MORE_CASES: dict[str, tuple[Any, ...]] = {
     ),
     "steps by rank": (20_000, VECTORS, RankBased(), {}),
     "streams by rank, all options": (2_100_000, VECTORS, Combined(ALL_RANKS), {"n_step": 8, **SAME_STEP}),
+    "5 levels, all options": (2_100_000, SMALL, EVERYTHING),
 }
 
 
@@ -172,16 +173,11 @@ def calls_of(buffer: Any, rows: int = 9) -> dict[str, Callable[[], object]]:
     }
 
 
-def launches_of(case: tuple[Any, ...], *, levels: int = 0, updates: bool = False) -> dict[str, list[Launch]]:
-    """The launches of each kind of call of a buffer.
-
-    levels:  of its tree, without the memory below it. updates: more keys than a small batch has are updated as well.
-    """
+def launches_of(case: tuple[Any, ...], *, updates: bool = False) -> dict[str, list[Launch]]:
+    """The launches of each kind of call of a buffer; `updates`: also of more keys than a small batch has."""
     found: dict[str, list[Launch]] = {}
     with recorded() as launches:
         buffer = made(*case)
-        if levels:
-            buffer._state.tree.levels += buffer._state.tree.levels[-1:] * (levels - len(buffer._state.tree.levels))
         calls = calls_of(buffer)
         for call, keys in zip(KEYS, (500, 1000, 2000), strict=True) if updates else ():
             given = torch.arange(keys), torch.ones(keys)
@@ -212,8 +208,6 @@ def cases(more: bool) -> dict[str, Launch]:
     chosen = {**CASES, **(MORE_CASES if more else {})}
     found = {name: launches_of(case, updates=name in UPDATED) for name, case in chosen.items()}
     found["prefix sum"] = _scans()
-    if more:
-        found["5 levels, all options"] = launches_of((100, SMALL, EVERYTHING), levels=5)
     named: dict[str, Launch] = {}
     variants = set()
     for name, calls in found.items():

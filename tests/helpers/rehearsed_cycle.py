@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from test_training_cycle import GAMES, IDS, advance, all_tensors, played
+from test_training_cycle import GAMES, IDS, advance, check_alike, played
 
 from gpu_replay.training.train import Trainer
 
@@ -23,17 +23,11 @@ def main() -> None:
         for _ in range(28):
             advance(plain, 1)
             advance(graphed, 1)
-            found, expected = all_tensors(graphed), all_tensors(plain)
-            differing = [path for path in expected if not torch.equal(found[path], expected[path])]
-            if differing or found.keys() != expected.keys():
-                raise SystemExit(f"{title}: after {graphed.step} steps {differing} differ")
-        if not int(plain.statistics.count):
-            raise SystemExit(f"{title}: no episode ended")
-        steps = graphed._graphs
-        replays = {each: step.replays for each, step in steps.items()}  # type: ignore[attr-defined]
+            check_alike(graphed, plain)
+        assert int(plain.statistics.count), f"{title}: no episode ended"
+        replays = {each: step.replays for each, step in graphed._graphs.items()}  # type: ignore[attr-defined]
         print(f"{title}: {replays} replays, {graphed.agent.updates} updates")
-        if not steps or not all(replays.values()):
-            raise SystemExit(f"{title}: nothing was captured")
+        assert min(replays.values(), default=0), f"{title}: nothing was captured"
         if plain.environment.on_device:
             compare_evaluations(plain, graphed, title)
 
@@ -42,13 +36,11 @@ def compare_evaluations(plain: Trainer, graphed: Trainer, title: str) -> None:
     """The networks differ from evaluation to evaluation; the games of Catch end long before the graph is asked."""
     for turn in range(4):
         mine, theirs = (each.evaluator.evaluate(each.agent.judged, turn)[0] for each in (graphed, plain))
-        if mine != theirs:
-            raise SystemExit(f"{title}: evaluation {turn} found {mine} instead of {theirs}")
+        assert mine == theirs, f"{title}: evaluation {turn} found {mine} instead of {theirs}"
         for each in (plain, graphed):
             advance(each, 5)
     graph: Any = graphed.evaluator._graph
-    if not graph.replays:
-        raise SystemExit(f"{title}: no evaluation was captured")
+    assert graph.replays, f"{title}: no evaluation was captured"
     print(f"{title}, evaluation: {graph.replays} replays, {mine.return_mean} in {mine.length_mean} steps")
 
 

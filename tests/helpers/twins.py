@@ -46,7 +46,7 @@ def values_of(field: Field, rows: int, generator: np.random.Generator) -> Tensor
 
 
 class Twins:
-    """`host` is on the CPU, `tested` on the device under test, or the same where there is none.
+    """`host` is on the CPU, `tested` on the device under test.
 
     make: a buffer on the device that it is given.
     backend: of `tested`.
@@ -54,11 +54,11 @@ class Twins:
 
     def __init__(self, make: Callable[[str], Any], device: str, backend: str = "triton") -> None:
         made = []
-        for code, place in (("host", "cpu"), (backend, device))[: 2 if device else 1]:
+        for code, place in (("host", "cpu"), (backend, device)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("GPU_REPLAY_BACKEND", code)
                 made.append(make(place))
-        self.both, self.host, self.tested = made, made[0], made[-1]
+        self.both, self.host, self.tested = made, *made
 
     def call(self, name: str, *given: Any, **named: Any) -> list[Any]:
         """The results of one method of both, whose tensors are moved to the device of each."""

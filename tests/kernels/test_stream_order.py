@@ -27,15 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu_replay import (
-    Combined,
-    Field,
-    Hindsight,
-    Proportional,
-    RankBased,
-    ReplayBuffer,
-    Uniform,
-)
+from gpu_replay import Combined, Field, Hindsight, Proportional, RankBased
 from gpu_replay.engines.device import DeviceEngine
 from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 from gpu_replay.graphs.stream_order import StreamOrder, record_stream
@@ -153,17 +145,22 @@ def test_memory_goes_back_to_its_stream_after_the_last_call(cuda: FakeCuda) -> N
 
 
 def test_a_buffer_that_nobody_holds_hands_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it does: in between somebody else could get it."""
+    """Before it does: in between somebody else could get it. And at once, not when a cycle is looked for."""
     held: list[bool] = []
     monkeypatch.setattr(StreamOrder, "close", lambda self: held.append(memory() is not None))
-    buffer = ReplayBuffer(10, {"x": Field((), torch.float32)}, device="cpu")
+    with recorded():
+        buffer = made(*BUFFERS["transitions"])
+        buffer.add(**rows_of(buffer, 9))
+        buffer.update_priorities(buffer.sample(5).key, torch.ones(5))
     memory = weakref.ref(buffer._storage.times_sampled)
     gc.collect()
     assert held == []
-    del buffer
-    gc.collect()
-    assert held == [True]
-    assert memory() is None
+    gc.disable()
+    try:
+        del buffer
+        assert (held, memory()) == ([True], None)
+    finally:
+        gc.enable()
 
 
 def test_values_of_other_streams_are_held_until_they_are_read(cuda: FakeCuda) -> None:
@@ -299,22 +296,18 @@ STACKS = {"autoreset": "same_step", "stack": 2}
 RELABEL = {"relabel": Hindsight(reward_fn=lambda achieved, desired: achieved.sum(-1), ratio=0.5)}
 BUFFERS: dict[str, tuple[Any, ...]] = {
     "transitions": (30, OBSERVED, Combined(Proportional(initial="stored"))),
-    "transitions by rank": (30, OBSERVED, RankBased()),
-    "transitions alike": (30, OBSERVED, Uniform()),
+    "by rank": (30, OBSERVED, RankBased()),
     "steps": (30, OBSERVED, Proportional(normalize="buffer"), STACKS, 3),
-    "steps by rank": (30, OBSERVED, RankBased(), STACKS, 3),
-    "steps alike": (30, OBSERVED, Uniform(), STACKS, 3),
     "goals": (30, GOALS, Proportional(), RELABEL, 3),
 }
+OF_STEPS, OF_MASS = ["begin_episodes", "sample_sequences"], ["masses", "total_mass"]
+MISSING = {"transitions": OF_STEPS, "by rank": OF_STEPS + OF_MASS, "steps": [], "goals": OF_STEPS[1:]}
 
 
 def calls_for(kind: str, folder: Path) -> dict[str, Any]:
     """The calls that such a buffer has."""
-    missing = ["masses", "total_mass"] if "alike" in kind or "rank" in kind else []
-    missing += ["begin_episodes"] if kind.startswith("transitions") else []
-    missing += [] if kind.startswith("steps") else ["sample_sequences"]
     calls = {**CALLS, "save": lambda buffer: buffer.save(folder / "saved")}
-    return {name: call for name, call in calls.items() if name not in missing}
+    return {name: call for name, call in calls.items() if name not in MISSING[kind]}
 
 
 @pytest.mark.parametrize("kind", BUFFERS)
@@ -330,7 +323,7 @@ def test_every_call_takes_its_turn(kind: str, tmp_path: Path) -> None:
                 assert watch.touched, name
 
 
-@pytest.mark.parametrize("kind", ["transitions", "steps", "goals"])
+@pytest.mark.parametrize("kind", ["transitions", "steps"])
 def test_the_host_touches_pinned_fields_only_after_it_waited(kind: str, tmp_path: Path, cuda: FakeCuda) -> None:
     """Kernels read and write them in their turn; where the host does, work of earlier calls may be under way."""
     with recorded(), pinned_on_the_cpu():
@@ -355,15 +348,3 @@ def test_the_host_touches_pinned_fields_only_after_it_waited(kind: str, tmp_path
                     waited.add(name)
         # and only then: a wait costs
         assert waited == {"state", "save", "copy", "extend"} & set(calls)
-
-
-def test_a_call_out_of_turn_is_seen() -> None:
-    with recorded() as launches:
-        buffer = made(30, OBSERVED, Proportional())
-        with watched(buffer, launches) as watch:
-            buffer._counters.tolist()
-            buffer._storage.times_sampled.zero_()
-            buffer._draws.write(rows_of(buffer, 3), 3)
-            torch.ones(3).zero_()
-            buffer._storage.times_sampled[:3]
-        assert watch.astray == ["tolist", "aten.zero_.default", "write_kernel"]
