@@ -306,20 +306,8 @@ def test_a_branch_with_another_buffer_fills_it_anew(catch_run: Path, tmp_path: P
 @pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "killed"
-    flags = [
-        "CartPole-v1",
-        "--device",
-        "cpu",
-        "--log-every",
-        "2000",
-        "--eval-every",
-        "4000",
-        "--eval-episodes",
-        "32",
-        "--seed",
-        "4",
-    ]
-    flags += ["--steps", "14000"]
+    flags = ["CartPole-v1", "--device", "cpu", "--log-every", "2000", "--eval-every", "4000"]
+    flags += ["--eval-episodes", "32", "--seed", "4", "--steps", "14000"]
     process = start(folder, *flags, "--checkpoint-every", "0.4")
     wait_for(process, lambda: any((folder / "checkpoint").glob("*/state/manifest.json")))
     process.kill()
