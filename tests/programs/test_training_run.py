@@ -115,12 +115,6 @@ def test_a_step_on_the_gpu_does_not_wait_for_it() -> None:
     assert trainer.agent.updates == 2 * (80 - 13)
 
 
-@pytest.mark.gpu
-def test_catch_is_learned_on_the_gpu(tmp_path: Path) -> None:
-    assert main(["train", "catch", "--device", "cuda", "--output", str(tmp_path)]) == 0
-    assert summary(tmp_path)["eval_return_mean"] >= 0.9
-
-
 def test_rows_and_summary_say_what_happened(catch_run: Path) -> None:
     names = {path.name for path in catch_run.iterdir() if not path.name.startswith(".")}
     files = {"progress.csv", "curve.png", "buffer.png", "network.safetensors", "settings.json", "summary.json"}
@@ -211,31 +205,30 @@ def test_a_run_that_diverges_says_so_in_a_line(tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "progress.csv").is_file()
 
 
-# the limit falls between two evaluations, and no row is written just before it, whose time would be the loop's
-SELDOM = ["--eval-every", "25000", "--log-every", "25000", "--eval-episodes", "16"]
 # each through the same door: flags, and what the summary says beside
 ATARI = ["--num-envs", "4", "--capacity", "1000", "--warmup", "300", "--batch-size", "8", "--steps", "400"]
-DOORS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
-    "time": ("catch", [*SELDOM, "--max-seconds", "0.3"], {"stopped_by": "max_seconds", "eval_episodes": 16}),
-    "CartPole": ("CartPole-v1", ["--steps", "3000", "--eval-episodes", "3"], {"reward_threshold": 475}),
-    "Pong": ("pong", [*ATARI, "--eval-episodes", "2", "--eval-max-steps", "50"], {"eval_length_mean": 50}),
+DOORS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "CartPole-v1": (["--steps", "3000", "--eval-episodes", "3"], {"reward_threshold": 475, "stopped_by": "steps"}),
+    "pong": ([*ATARI, "--eval-episodes", "2", "--eval-max-steps", "50"], {"eval_length_mean": 50}),
 }
 
 
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("name", DOORS)
 def test_runs_of_all_kinds_end_with_their_figures(name: str, tmp_path: Path) -> None:
-    environment, flags, told = DOORS[name]
-    if name == "Pong":
+    flags, told = DOORS[name]
+    if name == "pong":
         pytest.importorskip("ale_py")
-    assert main(["train", environment, "--device", "cpu", *flags, "--output", str(tmp_path)]) == 0
+    assert main(["train", name, "--device", "cpu", *flags, "--output", str(tmp_path)]) == 0
     found, last = summary(tmp_path), read_rows(tmp_path)[-1]
-    assert found["env"] == environment
+    told = told | {"env": name, "steps": last["stored"]}
     assert {name: found[name] for name in told} == told
-    if name == "time":
-        assert found["steps"] < 25_000
-        assert found["loop_seconds"] >= 0.3
-        return
     assert found["updates"] > 20
     assert math.isfinite(last["loss"])
-    assert last["stored"] == found["steps"]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    assert main(["train", "catch", "--device", "cpu", "--max-seconds", "0.3", "--output", str(tmp_path)]) == 0
+    assert summary(tmp_path)["stopped_by"] == "max_seconds"
+    assert read_rows(tmp_path)[-1]["step"] < 25_000
