@@ -296,7 +296,7 @@ def test_pong_ends_at_18_and_other_games_do_not() -> None:
         assert (evaluator.threshold, settings.eval_from, settings.eval_episodes) == (threshold, eval_from, 30)
 
 
-@pytest.mark.parametrize("instructions", [{"amx_bf16": True}, {"avx512_bf16": False}])
+@pytest.mark.parametrize("instructions", [{"avx512_bf16": True}, {"amx_bf16": True}, {"avx512_bf16": False}])
 def test_precision_follows_from_the_machine(instructions: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ale_py")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions, raising=False)
