@@ -90,14 +90,6 @@ def train(seed: int = 0, **changes: Any) -> tuple[Trainer, Events, str]:
     return trainer, events, trainer.run(events, StopRequest())
 
 
-def advanced(steps: int, **options: Any) -> Trainer:
-    """A trainer of Catch after so many steps of its 32 environments, the warm-up being short."""
-    trainer = make_trainer(eval_episodes=4, warmup=320, **options)
-    for _ in range(steps):
-        trainer.advance()
-    return trainer
-
-
 def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
     """`gpu-replay train` in a process of its own."""
     command = [sys.executable, "-m", "gpu_replay", "train", *flags, "--output", str(folder)]

@@ -173,10 +173,9 @@ def of_sb3(**settings: Any) -> Subject:
     return plain, updates(), lambda: model.q_net
 
 
-PIXELS, COLOURS = (Field((depth, 44, 40), torch.uint8, torch.float32, 1 / 255) for depth in (4, 3))
+PIXELS = Field((4, 44, 40), torch.uint8, torch.float32, 1 / 255)
 SUBJECTS: dict[str, tuple[Callable[..., Subject], dict[str, Any]]] = {
     "pong": (of_training, {"field": PIXELS, "network": "fine", "hidden": (32,), "whiten": True}),
-    "three channels": (of_training, {"field": COLOURS, "network": "fine", "hidden": (16,)}),
     "cosine": (of_training, {"field": PIXELS, "network": "cosine", "hidden": (32,), "whiten": True}),
     "vectors": (of_training, {"field": Field((6,), torch.float32), "hidden": (16, 16)}),
     # hidden layers whose products are computed by NumPy, by torch, and by both

@@ -10,10 +10,8 @@ import sys
 import time
 
 import pytest
-import torch
 from devices import host_only
 
-from gpu_replay import Field, TrajectoryReplayBuffer
 from gpu_replay.examples import r2d2_memory as example
 
 RUNS = {
@@ -36,33 +34,6 @@ def test_an_example_runs(name: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert re.search(said, done.stdout), done.stdout
-
-
-def test_actors_explore_however_many_there_are() -> None:
-    pytest.importorskip("gymnasium")
-    from gpu_replay.examples.async_actors import exploration
-
-    assert exploration(0, 1) == 0.05
-    for count in (2, 3, 8):
-        shares = [exploration(number, count) for number in range(count)]
-        assert (shares[0], shares[-1]) == (pytest.approx(0.4**8), pytest.approx(0.4))
-        assert shares == sorted(shares)
-
-
-def test_an_update_of_dqn_leaves_its_loss_on_the_device() -> None:
-    pytest.importorskip("ale_py")
-    from gpu_replay.examples.dqn_atari import SIDE, STACK, Network, update
-
-    fields = {"obs": Field((SIDE, SIDE), torch.uint8), "action": Field((), torch.int64)}
-    buffer = TrajectoryReplayBuffer(40, 2, fields, stack=STACK, n_step=3, device="cpu")
-    flags = torch.zeros(2, dtype=torch.bool)
-    for _ in range(10):
-        frame, action = torch.randint(256, (2, SIDE, SIDE), dtype=torch.uint8), torch.randint(3, (2,))
-        buffer.add(obs=frame, action=action, reward=torch.ones(2), terminated=flags, truncated=flags)
-    online, target = Network(3), Network(3)
-    loss = update(online, target, torch.optim.Adam(online.parameters()), buffer, 4)
-    assert isinstance(loss, torch.Tensor)
-    assert (loss.shape, loss.requires_grad, bool(loss > 0)) == ((), False, True)
 
 
 @pytest.mark.slow
@@ -93,35 +64,8 @@ def test_an_actor_that_is_killed_is_replaced_and_one_that_cannot_start_is_an_err
 
 
 @host_only
-def test_an_episode_of_r2d2_asks_for_what_it_showed() -> None:
-    envs, asked, cue = example.Recall(seed=3), 0, torch.full((example.ENVS,), -1)
-    for _ in range(3 * example.EPISODE):
-        obs = envs.observe()
-        cue = torch.where(obs[:, :-1].any(dim=1), obs[:, :-1].argmax(dim=1), cue)
-        reward, terminated = envs.step(cue)
-        assert torch.equal(terminated, obs[:, -1] > 0)
-        known = terminated & (cue >= 0)
-        asked += int(known.sum())
-        assert bool((reward[known] == 1).all())
-        assert not reward[~terminated].any()
-    assert asked >= 2 * example.ENVS
-
-
-@host_only
-def test_r2d2_learns_from_stored_states_and_gives_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, learn = [], example.Agent.learn
-
-    def watched(agent: example.Agent, batch: example.Batch) -> torch.Tensor:
-        priorities = learn(agent, batch)
-        assert batch.hidden.shape == (example.BATCH, example.BURN_IN + example.LENGTH, example.HIDDEN)
-        assert bool(priorities.isfinite().all())
-        seen.append(float(priorities.mean()))
-        return priorities
-
-    monkeypatch.setattr(example.Agent, "learn", watched)
+def test_r2d2_runs() -> None:
     assert -1 <= example.train(80) <= 1
-    assert len(seen) == (80 - example.WARM_UP) // example.STEPS_PER_UPDATE
-    assert max(seen) > 0
 
 
 @host_only

@@ -16,7 +16,6 @@ from training_runs import CPU, make_trainer, train
 from gpu_replay import Batch, Combined, Field, LinearSchedule, Proportional, RankBased, Uniform
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.interrupt import StopRequest
-from gpu_replay.console.seeds import stream_seed
 from gpu_replay.study.agent import Explorer as ExplorerOfTheStudy
 from gpu_replay.training import command, run
 from gpu_replay.training.agent import Agent, Explorer, alone
@@ -25,7 +24,7 @@ from gpu_replay.training.environments import EpisodeStatistics
 from gpu_replay.training.evaluation import Evaluator
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.settings import PRESETS, Settings
-from gpu_replay.training.train import SAMPLED, Stopwatch, beta_schedule
+from gpu_replay.training.train import beta_schedule
 
 PIXELS = Field((4, 44, 40), torch.uint8, torch.float32, 1 / 255)
 VECTORS = Field((6,), torch.float32)
@@ -74,16 +73,14 @@ def test_gradients_are_averaged_over_ranks_before_they_are_clipped_together() ->
     assert sum(norms) ** 0.5 == pytest.approx(10, rel=1e-3)
 
 
-@pytest.mark.parametrize("together", [1, 2])
-def test_target_network_follows_every_so_many_updates(together: int) -> None:
+def test_target_network_follows_every_so_many_updates() -> None:
     agent = make_agent(target_every=3)
-    for done in range(together, 7, together):
+    # between steps of two updates, the first time that so many are made
+    for due in (False, True, True):
         before = flat(agent.target)
-        for _ in range(together):
+        for _ in range(2):
             agent.update(vectors())
-        agent.after_updates(together)
-        # between steps, the first time that so many are made
-        due = done // 3 > (done - together) // 3
+        agent.after_updates(2)
         assert torch.equal(flat(agent.target), flat(agent.online)) == due
         assert torch.equal(flat(agent.target), before) != due
     # means since they were read
@@ -108,25 +105,16 @@ def test_weights_are_averaged_exponentially_and_that_is_judged() -> None:
 # networks
 
 
-def test_bfloat16_is_for_convolutions_and_hidden_layers_alone() -> None:
+def test_in_bfloat16_weights_stay_exact_and_values_near() -> None:
     agent, plain = make_agent(PIXELS, bfloat16=True, **NATURE), make_network(**NATURE)
     for seed in range(2):
         agent.update(batch_of(pictures(8, seed=seed), pictures(8, seed=seed)))
-    # weights stay exact, and values are those of the newest
     assert all(weight.dtype == torch.float32 for weight in agent.online.parameters())
+    # values are those of the newest weights
     plain.load_state_dict(agent.online.state_dict())
-    torch.testing.assert_close(agent.online(pictures(3)), plain(pictures(3)), rtol=0.02, atol=0.02)
-    seen = {}
-    for name, layer in agent.online.named_modules():
-        layer.register_forward_hook(lambda _, args, out, name=name: seen.update({name: (args[0].clone(), out.clone())}))
-    agent.online(pictures(3))
-    dtypes = {name: (given.dtype, out.dtype) for name, (given, out) in seen.items()}
-    assert dtypes["convolutions.0"] == dtypes["convolutions.2"] == (torch.bfloat16, torch.bfloat16)
-    # the hidden layer returns float32, of numbers that were computed in bfloat16
-    hidden = seen["hidden.0"][1]
-    assert dtypes["hidden.0"] == (torch.bfloat16, torch.float32)
-    assert torch.equal(hidden, hidden.bfloat16().float())
-    assert dtypes["last"] == (torch.float32, torch.float32)
+    found, expected = agent.online(pictures(3)), plain(pictures(3))
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    assert not torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -149,23 +137,21 @@ def test_nothing_is_transposed_on_the_way_through_convolutions_and_back(device: 
         assert each.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("as_sampled", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("name", ["fine", "cosine"])
-def test_whitened_images_have_no_mean_and_a_deviation_of_one(name: str, as_sampled: torch.dtype) -> None:
+def test_whitened_images_have_no_mean_and_a_deviation_of_one(name: str) -> None:
     network = make_network(network=name, hidden=(8,), whiten=True)
     frames = (pictures(1) // 2 + pictures(64, seed=1) // 12).to(torch.uint8)
-    obs = frames if as_sampled == torch.uint8 else frames.float() / 255
-    network.whiten(obs)
-    deviation, mean = torch.std_mean(network.prepare(obs), (0, 1) if name == "fine" else 0, correction=0)
+    network.whiten(frames)
+    deviation, mean = torch.std_mean(network.prepare(frames), (0, 1) if name == "fine" else 0, correction=0)
     if name == "fine":
-        deviation = network.prepare(obs).std()
+        deviation = network.prepare(frames).std()
     torch.testing.assert_close(mean, torch.zeros_like(mean), atol=2e-4, rtol=0)
     torch.testing.assert_close(deviation, torch.ones_like(deviation), atol=1e-3, rtol=0)
     # stored bytes and sampled floats have the same values
     torch.testing.assert_close(network(frames), network(frames.float() / 255), rtol=1e-4, atol=1e-4)
     # what never changes stays finite
-    network.whiten(torch.full_like(obs, 87))
-    assert bool(network(obs).isfinite().all())
+    network.whiten(torch.full_like(frames, 87))
+    assert bool(network(frames).isfinite().all())
 
 
 def test_bounded_components_are_mapped_and_unbounded_ones_are_not() -> None:
@@ -173,19 +159,6 @@ def test_bounded_components_are_mapped_and_unbounded_ones_are_not() -> None:
     network = QNetwork(Field((2,), torch.float32), 2, Settings(), bounds)
     seen = network.prepare(torch.tensor([[4.0, 7.0], [-2.0, -7.0], [1.0, 0.0]]))
     assert seen.tolist() == [[1.0, 7.0], [-1.0, -7.0], [0.0, 0.0]]
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-def test_a_gpu_finds_the_values_of_a_cpu() -> None:
-    obs = pictures(64)
-    # TF32 has ten bits, bfloat16 seven: 0.013 to 0.025 on a CPU
-    for half, tolerance in ((False, 1e-2), (True, 0.1)):
-        network, expected = (make_network(whiten=True, bfloat16=each, **NATURE) for each in (half, False))
-        network.whiten(obs)
-        expected.load_state_dict(network.state_dict())
-        wanted = expected(obs)
-        assert float((network.to("cuda")(obs.cuda()).cpu() - wanted).abs().max() / wanted.std()) < tolerance
 
 
 # exploration and episodes
@@ -214,7 +187,7 @@ def of_the_study(persistence: float, epsilon: float) -> Callable[[], Tensor]:
 
 
 @pytest.mark.parametrize("explorer", [of_training, of_the_study])
-@pytest.mark.parametrize("persistence, epsilon", [(0.9, 0.0), (0.0, 0.1), (0.5, 0.5), (0.9, 0.1), (0.9, 1.0)])
+@pytest.mark.parametrize("persistence, epsilon", [(0.9, 0.0), (0.0, 0.1), (0.5, 0.5), (0.9, 1.0)])
 def test_epsilon_is_the_share_of_random_actions(explorer: Any, persistence: float, epsilon: float) -> None:
     choose = explorer(persistence, epsilon)
     chosen = torch.stack([choose() for _ in range(150)])[50:]
@@ -225,13 +198,11 @@ def test_epsilon_is_the_share_of_random_actions(explorer: Any, persistence: floa
         repeated = float((chosen[1:] == chosen[:-1])[random[:-1]].float().mean())
         assert repeated == pytest.approx(persistence, abs=0.05)
         # of all actions alike
-        shares = torch.bincount(chosen[random], minlength=50)[:50] / random.sum()
-        assert float(shares.max()) < 0.1
+        assert float(chosen[random].bincount().max() / random.sum()) < 0.1
 
 
-@pytest.mark.parametrize("window", [1, 3, 100])
-def test_episode_statistics_against_lists(window: int) -> None:
-    generator, statistics = torch.Generator().manual_seed(window), EpisodeStatistics(4, window, CPU)
+def test_episode_statistics_against_lists() -> None:
+    generator, statistics = torch.Generator().manual_seed(0), EpisodeStatistics(4, 3, CPU)
     finished: list[tuple[float, int]] = []
     running = [(0.0, 0)] * 4
     for _ in range(60):
@@ -241,14 +212,14 @@ def test_episode_statistics_against_lists(window: int) -> None:
         running = [(paid + more, steps + 1) for (paid, steps), more in zip(running, reward.tolist(), strict=True)]
         finished += [each for each, over in zip(running, ended.tolist(), strict=True) if over]
         running = [(0.0, 0) if over else each for each, over in zip(running, ended.tolist(), strict=True)]
-        if len(finished) > 90:
-            # one that an actor finished elsewhere
-            statistics.finish([3.0], [7.0])
-            finished.append((3.0, 7))
         count, *means = statistics.read()
-        last = finished[-window:]
         assert count == len(finished)
-        assert not last or means == pytest.approx([sum(each) / len(last) for each in zip(*last, strict=True)], abs=1e-4)
+        last = finished[-3:]
+        assert not last or means == pytest.approx([sum(each) / len(last) for each in zip(*last, strict=True)])
+    # one that an actor finished elsewhere
+    statistics.finish([3.0], [7.0])
+    _, *means = statistics.read()
+    assert means == pytest.approx([sum(each) / 3 for each in zip(*finished[-2:], (3.0, 7.0), strict=True)])
 
 
 # settings, schedules, times
@@ -265,14 +236,11 @@ REFUSED = """
 "steps": true => --steps must
 "sampler": "bogus" => --sampler must
 "whiten": "no" => --whiten must
-"bfloat16": "auto" => --bfloat16 must
 "num_envs": 2.5 => --num-envs must
 "gamma": 1.5 => --gamma .*0 to 1.* 1.5
-"hidden": "wide" => --hidden must
 "hidden": [true] => --hidden must
 "lr": 1, "gama": 2 => gama, lr
 "persistence": 1.0 => --persistence .*less than 1
-"learning_rate": NaN => --learning-rate .*nan
 "eval_from": Infinity => --eval-from .*finite.*inf
 "threads": 100000 => --threads .*1 to 1,024.*100000
 "batch_size": 64, "warmup": 63 => --warmup 63 .*--batch-size 64
@@ -306,31 +274,9 @@ def test_sampler_setting_makes_that_sampler_with_beta_annealed_over_the_planned_
         assert run.make_buffer(Catch.spec, settings, beta_schedule(settings), CPU, 0, 32).sampler == sampler
 
 
-def test_streams_of_seeds_differ_and_repeat() -> None:
-    seeds = {stream_seed(seed, stream, i) for seed in (0, 1) for stream in ("training", "final") for i in range(50)}
-    assert (len(seeds), stream_seed(5, "network")) == (200, stream_seed(5, "network"))
+def test_a_seed_decides_the_network() -> None:
     first, same, other = (flat(make_trainer(seed=seed, eval_episodes=1).agent.online) for seed in (0, 0, 1))
     assert (torch.equal(first, same), torch.equal(first, other)) == (True, False)
-
-
-def test_stopwatch_charges_each_part_with_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, parts = [10.0], {"act": 1.0, "replay": 2.0, "learn": 4.0}
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("torch.cuda.synchronize", lambda *_: None)
-    on_cpu, on_gpu, looked = Stopwatch(CPU), Stopwatch(torch.device("cuda")), []
-    for _ in range(3 * SAMPLED):
-        on_cpu.begin()
-        on_gpu.begin()
-        looked.append(on_gpu.looks_inside)
-        for part, seconds in parts.items():
-            now[0] += seconds
-            on_cpu.lap(part)
-            on_gpu.lap(part)
-    # on a GPU one step in so many is timed, and that one is not made of graphs
-    for watch, steps in ((on_cpu, 3 * SAMPLED), (on_gpu, 3)):
-        assert watch.seconds == {"env": 0.0, **{part: steps * seconds for part, seconds in parts.items()}}
-        assert watch.shares()["replay"] == pytest.approx(2 / 7)
-    assert looked == 3 * [*[False] * (SAMPLED - 1), True]
 
 
 def plan_of(*flags: str) -> run.Plan:
@@ -350,7 +296,7 @@ def test_pong_ends_at_18_and_other_games_do_not() -> None:
         assert (evaluator.threshold, settings.eval_from, settings.eval_episodes) == (threshold, eval_from, 30)
 
 
-@pytest.mark.parametrize("instructions", [{"avx512_bf16": True}, {"amx_bf16": True}, {"avx512_bf16": False}, {}])
+@pytest.mark.parametrize("instructions", [{"avx512_bf16": True}, {"amx_bf16": True}, {"avx512_bf16": False}])
 def test_precision_follows_from_the_machine(instructions: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ale_py")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions, raising=False)

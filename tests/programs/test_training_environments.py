@@ -42,15 +42,13 @@ def test_an_ending_keeps_its_final_observation_and_starts_a_new_episode(name: st
 
 
 # what is no picture goes to the MLP
-SHAPES = [((40, 50, 3), (3, 40, 50), "nature"), *(((*shape,), (*shape,), "mlp") for shape in ([8, 8, 3], [5]))]
+PICTURE = Field((3, 40, 50), torch.uint8, torch.float32, 1 / 255)
+SHAPES = [((40, 50, 3), PICTURE, "nature"), ((8, 8, 3), Field((8, 8, 3), torch.float32), "mlp")]
 
 
-@pytest.mark.parametrize("shape, stored, network", SHAPES)
-def test_observations_are_stored_for_their_network(
-    shape: tuple[int, ...], stored: tuple[int, ...], network: str
-) -> None:
-    dtype = np.uint8 if len(shape) == 3 else np.float64
-    field = Field(stored, torch.uint8, torch.float32, 1 / 255) if len(shape) == 3 else Field(stored, torch.float32)
+@pytest.mark.parametrize("shape, field, network", SHAPES)
+def test_observations_are_stored_for_their_network(shape: tuple[int, ...], field: Field, network: str) -> None:
+    dtype = np.uint8 if network == "nature" else np.float64
     shown = np.random.default_rng(0).integers(0, 256, shape).astype(dtype)
 
     class Paying(gymnasium.Env):  # type: ignore[type-arg]
@@ -89,16 +87,13 @@ def test_a_pong_game_ends_at_twenty_one_and_the_next_one_starts_anew() -> None:
     assert environment.spec.num_actions == 3
     assert (environment.spec.observation.shape, environment.spec.stacked.shape) == ((42, 42), (4, 42, 42))
     before = environment.reset(1)
-    assert (before.shape, before.dtype) == ((1, 42, 42), torch.uint8)
-    score, ended = 0.0, False
+    assert before.dtype == torch.uint8
+    score = 0.0
     for _ in range(1_500):
         environment.send(torch.zeros(1, dtype=torch.int64))
         step = environment.recv()
-        assert step.reward.item() in (-1.0, 0.0, 1.0)
         score += step.reward.item()
-        ended = bool(step.terminated | step.truncated)
-        assert (step.final_frame is None) == (not ended)
-        if ended:
+        if step.ended.any():
             break
         before = step.frame
     assert abs(score) == 21
@@ -108,22 +103,22 @@ def test_a_pong_game_ends_at_twenty_one_and_the_next_one_starts_anew() -> None:
     environment.close()
 
 
-NAMES = dict.fromkeys(("pong", "Pong", "ALE/Pong-v5", "Pong-v4", "PongNoFrameskip-v4"), ("pong", "atari"))
-NAMES |= dict.fromkeys(("ALE/MsPacman-v5", "MsPacman", "ms_pacman"), ("ms_pacman", "atari"))
-NAMES |= {"catch": ("catch", "catch"), "Acrobot-v1": ("Acrobot-v1", "gymnasium")}
-FAMILIES = {"atari": ("atari", "atari-cuda"), "gymnasium": ("vector", "vector"), "catch": ("catch", "catch")}
+ATARI = ("atari", "atari", "atari-cuda")
+NAMES = dict.fromkeys(("pong", "Pong", "ALE/Pong-v5", "PongNoFrameskip-v4"), ("pong", *ATARI))
+NAMES |= dict.fromkeys(("ALE/MsPacman-v5", "ms_pacman"), ("ms_pacman", *ATARI))
+NAMES |= {"catch": ("catch",) * 4, "Acrobot-v1": ("Acrobot-v1", "gymnasium", "vector", "vector")}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_are_recognised(name: str) -> None:
     pytest.importorskip("ale_py")
     found = identify(name)
-    assert (found.name, found.kind) == NAMES[name]
-    assert tuple(KINDS[found.kind].family(found.name, cuda) for cuda in (False, True)) == FAMILIES[found.kind]
+    families = (KINDS[found.kind].family(found.name, cuda) for cuda in (False, True))
+    assert (found.name, found.kind, *families) == NAMES[name]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+@pytest.mark.parametrize("depth", [1, 4])
 def test_actors_hand_over_steps_and_stacks_of_the_newest_frames(depth: int, device: str) -> None:
     games, actors = Sums(5, depth), Actors(Sums(5, depth), torch.device(device))
     actors.reset(3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,36 +28,21 @@ def frames(path: Path) -> tuple[list[np.ndarray], list[int]]:
     return [picture for picture, _ in found], [delay for _, delay in found]
 
 
-def shown(path: Path, pictures: list[np.ndarray], fps: float, scale: int = 1, hold: bool = False) -> Any:
-    """What a video of them shows."""
-    video = Video(fps, scale)
+def test_a_gif_shows_the_pictures_as_they_were_at_their_speed(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    palette = random.integers(0, 256, (90, 3), dtype=np.uint8)
+    pictures, video = palette[random.integers(0, 90, (31, 20, 30))], Video(15.0, 3)
     for picture in pictures:
         video.add(picture)
-    if hold:
-        video.hold()
-    video.write(path)
-    return frames(path)
-
-
-def noise(count: int, colours: int) -> list[np.ndarray]:
-    random = np.random.default_rng(count)
-    palette = random.integers(0, 256, (colours, 3), dtype=np.uint8)
-    return [palette[random.integers(0, colours, (20, 30))] for _ in range(count)]
-
-
-def test_a_gif_shows_the_pictures_as_they_were_at_their_speed(tmp_path: Path) -> None:
-    pictures = noise(31, 90)
-    found, delays = shown(tmp_path / "video.gif", pictures, 15.0, 3)
-    assert np.array_equal(np.stack(found), np.stack(pictures).repeat(3, 1).repeat(3, 2))
+    # pictures that do not change are one picture, shown longer
+    video.hold()
+    video.write(tmp_path / "video.gif")
+    found, delays = frames(tmp_path / "video.gif")
+    assert np.array_equal(np.stack(found), pictures.repeat(3, 1).repeat(3, 2))
     # 31 pictures at 15 a second, in hundredths of a second
-    assert (sum(delays), set(delays)) == (round(3100 / 15) * 10, {60, 70})
-    # of many colours the best are kept
-    many = noise(5, 5_000)
-    error = np.abs(np.stack(shown(tmp_path / "many.gif", many, 50.0)[0]).astype(int) - np.stack(many))
-    assert 0 < error.mean() < 20
-    # the end is held: pictures that do not change are one picture, shown longer
-    found, delays = shown(tmp_path / "held.gif", noise(3, 9), 10.0, hold=True)
-    assert (len(found), delays) == (3, [100, 100, 800])
+    assert sum(delays[:-1]) == round(3000 / 15) * 10
+    assert set(delays[:-1]) == {60, 70}
+    assert delays[-1] > 500
 
 
 def test_colours_of_pong_are_what_the_agent_sees_in_grey() -> None:
@@ -66,7 +50,7 @@ def test_colours_of_pong_are_what_the_agent_sees_in_grey() -> None:
     rendered = identify("pong").rendered(Settings.for_family("atari", sticky=0.25))
     assert isinstance(rendered, RenderedAtari)
     rendered.reset(5)
-    balls, frame = 0, None
+    frame = None
     for t in range(240):
         if frame is not None and t % 40 == 0:
             assert rendered.picture.shape == (210, 160, 3)
@@ -74,29 +58,19 @@ def test_colours_of_pong_are_what_the_agent_sees_in_grey() -> None:
             # means over the five by four pixels, or nearly, that each pixel of the agent's frame covers
             coarse = grey.reshape(42, 5, 160).mean(1).repeat(42, 1).reshape(42, 42, 160).mean(2)
             assert np.abs(coarse - frame).mean() < 4
-        balls += int((rendered.picture[34:194] == 236).all(2).any())
         rendered.send(torch.tensor([t % 3]))
         frame = rendered.recv().frame[0].numpy()
-    assert balls > 40
     rendered.close()
 
 
 def test_gymnasium_environments_are_drawn_by_themselves() -> None:
     pytest.importorskip("pygame")
     rendered = identify("CartPole-v1").rendered(Settings.for_family("vector"))
-    assert rendered.fps == 50
     rendered.reset(3)
-    pictures, endings = [rendered.picture.astype(int)], []
-    for t in range(1, 61):
-        rendered.send(torch.ones(1, dtype=torch.int64))
-        step = rendered.recv()
-        pictures.append(rendered.picture.astype(int))
-        endings += [t] * bool(step.terminated | step.truncated)
-    assert pictures[0].shape == (400, 600, 3)
-    assert len(endings) > 2
-    for t in endings[:-1]:
-        # the last picture of an episode shows the cart where it was, the next the new one
-        assert np.abs(pictures[t] - pictures[t - 1]).mean() < np.abs(pictures[t + 1] - pictures[t]).mean()
+    before = rendered.picture
+    rendered.send(torch.ones(1, dtype=torch.int64))
+    rendered.recv()
+    assert (rendered.fps, before.shape, np.array_equal(before, rendered.picture)) == (50, (400, 600, 3), False)
     rendered.close()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from torch import Tensor
 from training_runs import CATCH, make_trainer, read_rows, start, summary, tensorboard_of, wait_for, without_times
 from transitions import same_draws
 
-from gpu_replay import CheckpointError, TrajectoryReplayBuffer
+from gpu_replay import TrajectoryReplayBuffer
 from gpu_replay.cli import main
 from gpu_replay.console.interrupt import Stopped, StopRequest
-from gpu_replay.training.checkpoints import COST, CheckpointManager, flatten, latest, save_run, unflatten
+from gpu_replay.training.checkpoints import CheckpointManager, flatten, latest, save_run, unflatten
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.team import Team
 from gpu_replay.training.train import Trainer, beta_schedule
@@ -53,8 +52,7 @@ def check_only(folder: Path, step: int, number: int | None = None) -> None:
     """The folder holds a checkpoint of this step, whose buffer has this number."""
     saved = latest(folder)
     assert saved is not None
-    assert int(saved.state["inner"].pop("step")) == step
-    assert saved.state == {"inner": {"none": None}, "empty": {}, "note": [1.5, "a state"]}
+    assert saved.state == state(step)
     assert int((saved.replays[0] / "number").read_text()) == (step if number is None else number)
 
 
@@ -64,14 +62,9 @@ def test_a_folder_has_one_whole_checkpoint_whatever_happens(tmp_path: Path) -> N
         save_run(tmp_path, step, state(step), Buffer(step), ALONE)
         check_only(tmp_path, step)
         assert len(list(tmp_path.iterdir())) == 1
-    # a complete checkpoint of the same step is not written twice
-    save_run(tmp_path, step, state(step), Buffer(6, fails=True), ALONE)
-    check_only(tmp_path, step)
     # one that fails leaves the one before
     with pytest.raises(OSError, match="no space"):
         save_run(tmp_path, step + 1, state(6), Buffer(6, fails=True), ALONE)
-    with pytest.raises(ValueError, match="cannot hold"):
-        save_run(tmp_path, step + 2, state(7) | {"bad": torch.zeros(2, dtype=torch.complex64)}, Buffer(7), ALONE)
     assert len(list(tmp_path.iterdir())) == 1
     check_only(tmp_path, step)
 
@@ -90,37 +83,13 @@ def test_what_a_crash_left_counts_for_nothing_and_goes_with_the_next_save(tmp_pa
     save_run(tmp_path / "other", 8, state(8), Buffer(8), ALONE)
     (tmp_path / "other" / "000000000008").rename(tmp_path / "000000000008")
     check_only(tmp_path, 8)
-    # of another version
-    manifest = tmp_path / "000000000008" / "state" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 99}))
-    with pytest.raises(CheckpointError, match=r"version.* 99"):
-        latest(tmp_path)
-
-
-def test_saving_takes_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, takes = [100.0], [0.5]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-
-    def collect() -> tuple[int, dict[str, Any], None]:
-        now[0] += takes[0]
-        return int(now[0]), {}, None
-
-    manager = CheckpointManager(tmp_path, 60.0, collect, ALONE)
-    assert manager.due == 160
-    now[0] = 160.0
-    assert (manager.save(), manager.due) == (0.5, 160.5 + 60)
-    # a large buffer on a slow disk
-    takes[0] = 10.0
-    assert (manager.save(), manager.due) == (10.0, now[0] + COST * 10.0)
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path, capsys: Capture) -> None:
     manager = CheckpointManager(tmp_path, 60.0, lambda: (3, state(3), Buffer(3, fails=True)), ALONE)
     manager.save()
     (line,) = capsys.readouterr().err.splitlines()
-    assert "no checkpoint was written" in line
-    assert "no space left" in line
-    assert time.perf_counter() < manager.due
+    assert "no checkpoint was written: [Errno 28] no space left" in line
 
 
 # runs that were stopped
@@ -186,16 +155,11 @@ def check_same_run(one: Path, other: Path) -> None:
     check_same(tensors, same)
 
 
-# in the warm-up, while learning, within an evaluation, one step before the end
-STOPS = [*(pytest.param([look], marks=pytest.mark.slow) for look in (3, 40, 50, 66, 103)), [20, 31, 20]]
-
-
-@pytest.mark.parametrize("looks", STOPS)
-def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, catch_run: Path, looks: list[int]) -> None:
+def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, catch_run: Path) -> None:
     folder = tmp_path / "run"
-    assert train(folder, CATCH, looks[0]) == 130
-    for look in looks[1:]:
-        assert train(folder, RESUME, look) == 130
+    # in the warm-up, while learning, within an evaluation
+    for arguments, looks in ((CATCH, 20), (RESUME, 31), (RESUME, 20)):
+        assert train(folder, arguments, looks) == 130
     stopped = summary(folder)
     assert 0 < stopped["steps"] < 3_008
     # a row of its own, which the run that goes on does not have
@@ -221,16 +185,14 @@ def restored(before: Trainer, folder: Path, name: str, **settings: Any) -> Train
 
 
 CLASSIC = {"eval_episodes": 2, "warmup": 200, "eval_max_steps": 30, "log_every": 9_999, "eval_every": 9_999}
-OTHERS = ("MountainCar-v0", "Acrobot-v1")
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
-def test_games_whose_state_can_be_set_go_on_in_mid_episode(name: str, tmp_path: Path) -> None:
-    whole, before = (make_trainer(name, seed=1, steps=1_120, **CLASSIC) for _ in range(2))
+def test_games_whose_state_can_be_set_go_on_in_mid_episode(tmp_path: Path) -> None:
+    whole, before = (make_trainer("CartPole-v1", seed=1, steps=1_120, **CLASSIC) for _ in range(2))
     whole.run(None, StopRequest())
     for _ in range(40):
         before.advance()
-    after = restored(before, tmp_path, name, steps=1_120, **CLASSIC)
+    after = restored(before, tmp_path, "CartPole-v1", steps=1_120, **CLASSIC)
     assert after.run(None, StopRequest()) == "steps"
     check_same(snapshot(after)[1], snapshot(whole)[1])
     assert torch.equal(after.buffer.masses(), whole.buffer.masses())
@@ -251,26 +213,18 @@ def test_games_that_cannot_be_saved_begin_anew_and_all_else_is_as_it_was(tmp_pat
     before = make_trainer(UNKNOWN, seed=1, steps=1_600, **CARTPOLE)
     assert before.run(None, StopRequest()) == "steps"
     after = restored(before, tmp_path, UNKNOWN, steps=2_400, **CARTPOLE)
-    (values, tensors), (found, same) = snapshot(before), snapshot(after)
-    # running episodes are given up, finished ones count
-    for name in ("statistics/returns", "statistics/lengths"):
-        assert tensors.pop(name).any()
-        assert not same.pop(name).any()
-    # the first actions of new episodes are chosen anew
-    for name in ("actions", "agent/explorer._extra_state", "agent/explorer.random", "agent/explorer.exploring"):
+    (_, tensors), (_, same) = snapshot(before), snapshot(after)
+    # running episodes are given up, finished ones count, and the first actions of new ones are chosen anew
+    parts = ("_extra_state", "random", "exploring")
+    for name in ("statistics/returns", "statistics/lengths", "actions", *(f"agent/explorer.{part}" for part in parts)):
         tensors.pop(name), same.pop(name)
     check_same(same, tensors)
-    assert values["actors"] is None
-    seconds = found["progress"]["seconds"], values["progress"]["seconds"]
-    times = {"seconds": seconds[0], "resumed": 1, "lost": 10 * 16}
-    assert found == values | {"progress": values["progress"] | times}
     # no window joins what was before with what comes after
     buffer, seam = after.buffer, after.buffer.added
     assert after.run(None, StopRequest()) == "steps"
     eligible, reach = buffer.masses() > 0, torch.arange(seam - 10 * 16, seam)
     batch = buffer[reach[eligible[reach]]]
     # starts whose episode ended in time can be drawn; all others never will
-    assert len(batch) < len(reach)
     assert bool((batch.terminated | batch.truncated).all())
     assert bool(eligible[seam : seam + 16].all())
     # new episodes, and not those with which the run began
@@ -282,16 +236,13 @@ def test_games_that_cannot_be_saved_begin_anew_and_all_else_is_as_it_was(tmp_pat
 def test_without_its_replay_buffer_a_run_warms_up_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert train(folder, [*CATCH, "--no-checkpoint-replay"], 66) == 130
-    before = last_state(folder)
-    assert before["replay"] == []
-    updates, done = before["trainer"]["agent"]["_extra_state"]["updates"], before["trainer"]["progress"]["step"] // 32
-    assert updates > 0
+    before = last_state(folder)["trainer"]
+    updates, done = before["agent"]["_extra_state"]["updates"], before["progress"]["step"] // 32
     assert train(folder, [*RESUME, "--checkpoint-replay"]) == 0
     after = last_state(folder)["trainer"]
     # of the steps that follow 35 fill the new buffer: a warm-up of 1,000, and windows of three
     assert after["progress"]["added"] == (94 - done) * 32
     assert after["agent"]["_extra_state"]["updates"] == updates + 2 * max(94 - done - 35, 0)
-    assert after["samples"] == after["agent"]["_extra_state"]["updates"]
     # the schedule of beta goes on where it was
     sampler: Any = TrajectoryReplayBuffer.load(last_state(folder)["replay"][0], "cpu").sampler
     whole = beta_schedule(make_trainer(eval_episodes=1, steps=3_000).settings)
@@ -302,8 +253,6 @@ def test_without_its_replay_buffer_a_run_warms_up_again(tmp_path: Path) -> None:
 def test_a_finished_run_goes_on_with_more_steps_alone(tmp_path: Path, catch_run: Path, capsys: Capture) -> None:
     assert train(catch_run, RESUME) == 0
     assert "is finished: all 3,000 steps are done. Raise --steps" in capsys.readouterr().out
-    # flags that agree are no contradiction
-    assert train(catch_run, ["train", "catch", "--seed", "3", "--steps", "3000", "--resume"]) == 0
     folder = tmp_path / "run"
     shutil.copytree(catch_run, folder)
     assert train(folder, [*RESUME, "--steps", "3200"]) == 0
@@ -311,12 +260,10 @@ def test_a_finished_run_goes_on_with_more_steps_alone(tmp_path: Path, catch_run:
     assert [row["step"] for row in read_rows(folder)] == [*(row["step"] for row in read_rows(catch_run)), 3_200]
     # a byte of its checkpoint is wrong
     (piece, *_) = (folder / "checkpoint").glob("*/state/piece-*")
-    content = bytearray(piece.read_bytes())
-    content[-1] ^= 1
-    piece.write_bytes(content)
+    content = piece.read_bytes()
+    piece.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert train(folder, [*RESUME, "--steps", "6400"]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "is damaged" in line]
-    assert line.startswith("gpu-replay train: --resume")
+    assert "is damaged" in capsys.readouterr().err
 
 
 # runs that branch off
@@ -327,8 +274,6 @@ def test_a_branch_goes_on_from_the_checkpoint_with_other_settings(catch_run: Pat
     # a step size of zero shows whose weights they are
     rates = ["--learning-rate", "0", "--learning-rate-end", "0"]
     assert train(tmp_path, ["train", "--from", str(catch_run), "--steps", "3200", *rates]) == 0
-    settings = json.loads((tmp_path / "settings.json").read_text())
-    assert [settings[name] for name in ("env", "learning_rate", "warmup", "steps")] == ["catch", 0, 1_000, 3_200]
     agents = [last_state(folder)["trainer"]["agent"] for folder in (tmp_path, catch_run)]
     check_same(*({name: agent[name] for name in agent if name.startswith("online")} for agent in agents))
     rows, before = read_rows(tmp_path), read_rows(catch_run)
@@ -349,25 +294,19 @@ def test_a_branch_with_another_buffer_fills_it_anew(catch_run: Path, tmp_path: P
 # processes
 
 
-def steps_saved(folder: Path) -> int:
-    names = [path.parent.parent.name for path in (folder / "checkpoint").glob("*/state/manifest.json")]
-    return max(map(int, names), default=0)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["catch", "CartPole-v1"])
-def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path, name: str) -> None:
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "killed"
-    flags = ["--device", "cpu", "--log-every", "2000", "--eval-every", "4000", "--eval-episodes", "32", "--seed", "4"]
-    flags += ["--steps", "14000"]
-    process = start(folder, name, *flags, "--checkpoint-every", "0.4")
-    wait_for(process, lambda: steps_saved(folder) > 1_500)
+    flags = ["CartPole-v1", "--device", "cpu", "--log-every", "2000", "--eval-every", "4000"]
+    flags += ["--eval-episodes", "32", "--seed", "4", "--steps", "14000"]
+    process = start(folder, *flags, "--checkpoint-every", "0.4")
+    wait_for(process, lambda: any((folder / "checkpoint").glob("*/state/manifest.json")))
     process.kill()
     process.communicate()
     process = start(folder, "--resume")
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert main(["train", name, *flags, "--output", str(whole)]) == 0
+    assert main(["train", *flags, "--output", str(whole)]) == 0
     check_same_run(folder, whole)
     seconds = [row["seconds"] for row in read_rows(folder)]
     assert seconds == sorted(seconds)

@@ -11,28 +11,17 @@ from typing import Any
 import pytest
 import torch
 from gpu_twins import waiting_is_an_error
-from training_runs import (
-    CPU,
-    Events,
-    advanced,
-    make_trainer,
-    read_rows,
-    start,
-    summary,
-    tensorboard_of,
-    train,
-    wait_for,
-)
+from training_runs import CPU, Events, make_trainer, read_rows, start, summary, tensorboard_of, train, wait_for
 
-from gpu_replay import Batch
+from gpu_replay import Batch, TrajectoryReplayBuffer
 from gpu_replay.cli import main
 from gpu_replay.console.interrupt import StopRequest
+from gpu_replay.training.checkpoints import latest
 from gpu_replay.training.device_games import Catch
 from gpu_replay.training.evaluation import Evaluator
 from gpu_replay.training.networks import QNetwork
-from gpu_replay.training.records import REPLAY_STATS
 from gpu_replay.training.settings import Settings
-from gpu_replay.training.train import Trainer, beta_schedule
+from gpu_replay.training.train import beta_schedule
 
 PROMISED_COLUMNS = {
     *("step", "seconds", "episodes", "return_mean", "length_mean", "loss", "td_error", "beta", "epsilon"),
@@ -42,13 +31,6 @@ PROMISED_SUMMARY = {
     *("env", "seed", "device", "steps", "wall_seconds", "eval_return_mean", "eval_return_std", "eval_episodes"),
     *("best_step", "steps_per_second", "updates_per_second", "replay_share"),
 }
-
-
-@pytest.fixture(scope="module")
-def short() -> tuple[Trainer, Events]:
-    """A short run of Catch in this process."""
-    trainer, events, _ = train(steps=3_000)
-    return trainer, events
 
 
 def test_catch_is_learned() -> None:
@@ -61,14 +43,6 @@ def test_catch_is_learned() -> None:
     assert events.rows[-1]["td_error"] < 0.5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sampler", ["uniform", "combined", "rank"])
-def test_the_other_samplers_learn_too(sampler: str) -> None:
-    _, events, _ = train(sampler=sampler, steps=12_000, epsilon_steps=6_000, eval_every=12_000)
-    # chance gives -0.5, with a standard error of 0.06
-    assert events.evaluations[-1] > -0.2
-
-
 @pytest.mark.parametrize(
     ("changes", "reason", "evaluations"),
     [
@@ -76,7 +50,6 @@ def test_the_other_samplers_learn_too(sampler: str) -> None:
         ({"stop_at": -2.0, "early_stop": True}, "solved", 1),
         ({"stop_at": -2.0, "early_stop": False}, "steps", 2),
         # evaluations wait for a return of training
-        ({"eval_from": -1.0}, "steps", 2),
         ({"eval_from": 2.0}, "steps", 1),
     ],
 )
@@ -86,28 +59,26 @@ def test_a_run_ends_and_is_evaluated_when_it_should(changes: dict[str, Any], rea
     assert trainer.evaluator.best.solved == ("stop_at" in changes)
 
 
-def test_rates_counts_and_priorities_agree(short: tuple[Trainer, Events]) -> None:
-    trainer, events = short
-    last, stats = events.rows[-1], trainer.buffer.stats()
-    assert last["step"] == trainer.step == 3_008
+def test_rates_counts_and_priorities_agree(catch_run: Path) -> None:
+    last, saved = read_rows(catch_run)[-1], latest(catch_run / "checkpoint")
+    assert saved is not None
+    buffer = TrajectoryReplayBuffer.load(saved.replays[0], "cpu")
+    stats, settings = buffer.stats(), Settings.for_family("catch", steps=3_000)
     # warm-up of 1,000 ends after 32 steps of all 32, and three more wait for their windows
     assert last["updates"] == 2 * (94 - 32 - 3)
     assert last["episodes"] == 3_008 // 32 // 11 * 32
-    assert last["stored"] == trainer.buffer.added == 3_008
-    assert last["beta"] == pytest.approx(beta_schedule(trainer.settings)(trainer.agent.updates))
-    assert 0.4 < last["beta"] <= 1.0
-    assert last["epsilon"] == pytest.approx(1 - 0.98 * 3_008 / 10_000)
+    assert last["stored"] == buffer.added == last["step"] == 3_008
+    assert last["beta"] == pytest.approx(beta_schedule(settings)(2 * 59), rel=1e-4)
+    assert last["epsilon"] == pytest.approx(1 - 0.98 * 3_008 / 10_000, rel=1e-4)
     # TD errors are the priorities: what was just learned is no longer at the priority of the new
-    assert len(trainer.buffer.masses().unique()) > 500
+    assert len(buffer.masses().unique()) > 500
     assert stats.min_priority < 0.5 * stats.max_priority
     assert stats.stale_updates == stats.rejected_priorities == 0
-    assert stats.mean_times_sampled == pytest.approx(64 * trainer.agent.updates / trainer.buffer.added)
 
 
 def test_updates_of_a_step_can_share_a_draw() -> None:
     trainer = make_trainer(updates=3, shared_draw=True, steps=2_000, eval_episodes=2)
     learned: list[torch.Tensor] = []
-    given: list[torch.Tensor] = []
     errors: list[torch.Tensor] = []
     learn, give = trainer.agent.update, trainer.buffer.update_priorities
 
@@ -117,8 +88,10 @@ def test_updates_of_a_step_can_share_a_draw() -> None:
         return errors[-1]
 
     def updating(keys: torch.Tensor, priorities: torch.Tensor) -> None:
-        given.append(keys)
+        # the three batches are what was drawn, each spread over all strata
         assert torch.equal(priorities, torch.cat(errors[-3:]))
+        assert torch.equal(keys, torch.cat(learned[-3:]))
+        assert all(int(part.max() - part.min()) > trainer.buffer.added // 2 for part in learned[-3:])
         give(keys, priorities)
 
     trainer.agent.update = learning  # type: ignore[method-assign]
@@ -126,56 +99,39 @@ def test_updates_of_a_step_can_share_a_draw() -> None:
     trainer.run(Events(), StopRequest())
     samples = trainer.buffer.state_dict()["counters"]["STEP"]
     assert trainer.agent.updates == len(learned) == 3 * samples > 0
-    assert trainer.state_dict()["samples"] == samples
     assert trainer.last_row["beta"] == pytest.approx(beta_schedule(trainer.settings)(samples))
     assert {len(keys) for keys in learned} == {trainer.settings.batch_size}
-    for number, keys in enumerate(given):
-        # the three batches are what was drawn, each spread over all strata
-        three = learned[3 * number : 3 * number + 3]
-        assert torch.equal(keys, torch.cat(three))
-        assert all(int(part.max() - part.min()) > trainer.buffer.added // 2 for part in three)
 
 
 @pytest.mark.gpu
 def test_a_step_on_the_gpu_does_not_wait_for_it() -> None:
     # past the warm-up, and between the steps that are timed
-    trainer = advanced(70, device=torch.device("cuda"))
+    trainer = make_trainer(device=torch.device("cuda"), eval_episodes=4, warmup=320)
+    for _ in range(70):
+        trainer.advance()
     with waiting_is_an_error():
         for _ in range(10):
             trainer.advance()
     assert trainer.agent.updates == 2 * (80 - 13)
 
 
-@pytest.mark.gpu
-def test_catch_is_learned_on_the_gpu(tmp_path: Path) -> None:
-    assert main(["train", "catch", "--device", "cuda", "--output", str(tmp_path)]) == 0
-    assert summary(tmp_path)["eval_return_mean"] >= 0.9
-
-
 def test_rows_and_summary_say_what_happened(catch_run: Path) -> None:
-    names = {path.name for path in catch_run.iterdir() if not path.name.startswith(".")} - {"tensorboard"}
+    names = {path.name for path in catch_run.iterdir() if not path.name.startswith(".")}
     files = {"progress.csv", "curve.png", "buffer.png", "network.safetensors", "settings.json", "summary.json"}
-    assert names == files | {"checkpoint"}
+    assert names == files | {"checkpoint", "tensorboard"}
     rows, found = read_rows(catch_run), summary(catch_run)
     assert [row["step"] for row in rows] == [512, 1_024, 1_504, 2_016, 2_528, 3_008]
     assert set(rows[0]) >= PROMISED_COLUMNS
     for row in rows[3:]:
         assert all(math.isfinite(row[name]) for name in PROMISED_COLUMNS)
-        assert row["updates_per_second"] > 0
-    assert rows[0]["epsilon"] > rows[-1]["epsilon"]
-    assert rows[0]["effective_sample_size"] == rows[0]["step"] - 3 * 32
-    assert 1_000 < rows[-1]["effective_sample_size"] < rows[-1]["step"]
-    assert (rows[-1]["max_age"], rows[-1]["stale_updates"]) == (3_007, 0)
     assert [row["step"] for row in rows if math.isfinite(row["eval_return_mean"])] == [1_504, 3_008]
+    assert rows[0]["effective_sample_size"] == rows[0]["step"] - 3 * 32
     assert set(found) >= PROMISED_SUMMARY
     assert (found["env"], found["seed"], found["device"]) == ("catch", 3, "cpu")
-    assert (found["epsilon"], found["persistence"]) == (pytest.approx(rows[-1]["epsilon"]), 0)
     assert (found["steps"], found["stopped_by"], found["eval_episodes"]) == (3_008, "steps", 32)
-    assert -1 <= found["eval_return_mean"] <= 1
     assert 0 < found["replay_share"] < 1
     assert sum(found["time_split"].values()) == pytest.approx(found["loop_seconds"])
     assert found["steps_per_second"] == pytest.approx(found["steps"] / found["wall_seconds"])
-    assert found["versions"]["torch"] == torch.__version__
     # what repeats the run stands beside it
     values = json.loads((catch_run / "settings.json").read_text())
     assert [values.pop(name) for name in ("env", "seed", "device")] == ["catch", 3, "cpu"]
@@ -191,9 +147,7 @@ def test_events_and_curve_show_the_rows(catch_run: Path) -> None:
     # training, evaluation, epsilon
     assert {(31, 119, 180), (255, 127, 14), (148, 103, 189)} <= colours
     told, rows = tensorboard_of(catch_run), read_rows(catch_run)
-    tags = {"epsilon": "epsilon", "loss": "loss", "eval_return_mean": "eval_return_mean"}
-    tags |= {name: f"replay/{name}" for name in REPLAY_STATS}
-    for name, tag in tags.items():
+    for name, tag in {"loss": "loss", "eval_return_mean": "eval_return_mean", "max_age": "replay/max_age"}.items():
         expected = [(row["step"], pytest.approx(row[name], rel=1e-4)) for row in rows if math.isfinite(row[name])]
         assert [(event.step, event.value) for event in told.Scalars(tag)] == expected
 
@@ -215,11 +169,8 @@ def test_the_saved_network_is_the_one_that_was_evaluated(catch_run: Path) -> Non
     assert evaluator.final().return_mean == pytest.approx(summary(catch_run)["eval_return_mean"])
 
 
-@pytest.mark.parametrize(
-    "number, code", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
 def test_a_run_that_is_going_on_is_not_resumed_and_ends_with_everything_written(
-    tmp_path: Path, number: signal.Signals, code: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # a run that would take hours
     process = start(tmp_path, "catch", "--device", "cpu", "--steps", "1e8", "--eval-episodes", "4")
@@ -229,17 +180,15 @@ def test_a_run_that_is_going_on_is_not_resumed_and_ends_with_everything_written(
             assert main(["train", *flags, "--output", str(tmp_path)]) == 2
             (line,) = capsys.readouterr().err.splitlines()
             assert "still going on" in line
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=90)
     finally:
         process.kill()
-    assert process.returncode == code, err
+    assert process.returncode == 143, err
     assert "Traceback" not in err
-    assert f"interrupted by {number.name}" in out
-    assert "training episodes explore: return " in out
+    assert "interrupted by SIGTERM" in out
     found = summary(tmp_path)
-    assert set(found) >= PROMISED_SUMMARY
-    assert (found["stopped_by"], found["steps"]) == (number.name, read_rows(tmp_path)[-1]["step"])
+    assert (found["stopped_by"], found["steps"]) == ("SIGTERM", read_rows(tmp_path)[-1]["step"])
     for file in ("network.safetensors", "curve.png", "buffer.png"):
         assert (tmp_path / file).stat().st_size > 10_000
     assert not list(tmp_path.glob(".*"))
@@ -252,40 +201,34 @@ def test_a_run_that_diverges_says_so_in_a_line(tmp_path: Path, capsys: pytest.Ca
     small = ["--device", "cpu", "--steps", "300", "--warmup", "100", "--batch-size", "8", "--output", str(tmp_path)]
     assert main(["train", "catch", *small, "--learning-rate", "1e30"]) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("gpu-replay train: ")
     assert all(part in last for part in ("not finite after ", "Lower --learning-rate", str(tmp_path)))
     assert (tmp_path / "progress.csv").is_file()
 
 
-# the limit falls between two evaluations, and no row is written just before it, whose time would be the loop's
-SELDOM = ["--eval-every", "25000", "--log-every", "25000", "--eval-episodes", "16"]
 # each through the same door: flags, and what the summary says beside
 ATARI = ["--num-envs", "4", "--capacity", "1000", "--warmup", "300", "--batch-size", "8", "--steps", "400"]
-DOORS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
-    "time": ("catch", [*SELDOM, "--max-seconds", "0.3"], {"stopped_by": "max_seconds", "eval_episodes": 16}),
-    "CartPole": ("CartPole-v1", ["--steps", "3000", "--eval-episodes", "3"], {"reward_threshold": 475}),
-    "Pong": ("pong", [*ATARI, "--eval-episodes", "2", "--eval-max-steps", "50"], {"eval_length_mean": 50}),
+DOORS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "CartPole-v1": (["--steps", "3000", "--eval-episodes", "3"], {"reward_threshold": 475, "stopped_by": "steps"}),
+    "pong": ([*ATARI, "--eval-episodes", "2", "--eval-max-steps", "50"], {"eval_length_mean": 50}),
 }
 
 
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("name", DOORS)
 def test_runs_of_all_kinds_end_with_their_figures(name: str, tmp_path: Path) -> None:
-    environment, flags, told = DOORS[name]
-    if name == "Pong":
+    flags, told = DOORS[name]
+    if name == "pong":
         pytest.importorskip("ale_py")
-    assert main(["train", environment, "--device", "cpu", *flags, "--output", str(tmp_path)]) == 0
+    assert main(["train", name, "--device", "cpu", *flags, "--output", str(tmp_path)]) == 0
     found, last = summary(tmp_path), read_rows(tmp_path)[-1]
-    assert found["env"] == environment
+    told = told | {"env": name, "steps": last["stored"]}
     assert {name: found[name] for name in told} == told
-    if name == "time":
-        assert found["steps"] < 25_000
-        assert found["loop_seconds"] >= 0.3
-        return
     assert found["updates"] > 20
     assert math.isfinite(last["loss"])
-    if name == "CartPole":
-        assert 8 <= found["eval_return_mean"] <= 500
-        assert last["episodes"] > 50
-    else:
-        assert last["stored"] == 400
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    assert main(["train", "catch", "--device", "cpu", "--max-seconds", "0.3", "--output", str(tmp_path)]) == 0
+    assert summary(tmp_path)["stopped_by"] == "max_seconds"
+    assert read_rows(tmp_path)[-1]["step"] < 25_000

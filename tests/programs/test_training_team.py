@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -47,12 +46,11 @@ def rank_of(rank: int, size: int) -> Alone:
 
 
 def test_settings_are_those_of_all_ranks_together() -> None:
-    ranks = [rank_of(rank, 4) for rank in range(4)]
-    share, whole = ranks[1].share(), ranks[1].settings
+    team = rank_of(1, 4)
+    share = team.share()
     assert (share.num_envs, share.batch_size, share.capacity, share.warmup) == (4, 32, 25_000, 250)
-    assert (share.steps, share.epsilon_steps, share.eval_every) == (whole.steps, whole.epsilon_steps, whole.eval_every)
-    assert ranks[0].seed(7) == 7
-    assert len({each.seed(7) for each in ranks}) == 4
+    assert (share.steps, share.epsilon_steps) == (team.settings.steps, team.settings.epsilon_steps)
+    assert len({rank_of(rank, 4).seed(7) for rank in range(4)}) == 4
     with pytest.raises(UserError, match="--num-envs 16 cannot be divided among 3 ranks"):
         rank_of(0, 3).share()
 
@@ -106,9 +104,8 @@ def test_a_checkpoint_counts_when_all_ranks_have_written_their_parts(tmp_path: P
 SMALL = {"hidden": (8,), "capacity": 240, "num_envs": 8, "warmup": 64, "n_step": 2, "frame_stack": 2}
 
 
-@pytest.mark.parametrize("sampler", ["proportional", "uniform"])
-def test_replay_buffers_are_divided_among_another_number_of_ranks(tmp_path: Path, sampler: Any) -> None:
-    settings = Settings.for_family("catch", **SMALL, sampler=sampler)
+def test_replay_buffers_are_divided_among_another_number_of_ranks(tmp_path: Path) -> None:
+    settings = Settings.for_family("catch", **SMALL)
     spec = EnvironmentSpec("numbers", Field((2,), torch.float32), 2, None, None, 2)
     beta, made = beta_schedule(settings), []
     for rank in range(2):
@@ -118,9 +115,7 @@ def test_replay_buffers_are_divided_among_another_number_of_ranks(tmp_path: Path
             obs = torch.stack((envs, torch.full_like(envs, step)), 1).float()
             ended = (envs + step) % 7 == 0
             buffer.add(obs=obs, action=envs % 2, reward=obs.sum(1), terminated=ended, truncated=torch.zeros(4).bool())
-        if sampler == "proportional":
-            keys = buffer.keys()
-            buffer.update_priorities(keys, keys % 11 + 1.0)
+        buffer.update_priorities(buffer.keys(), buffer.keys() % 11 + 1.0)
         buffer.save(tmp_path / str(rank))
         made.append(buffer)
     parts = [tmp_path / str(rank) for rank in range(2)]
@@ -134,8 +129,6 @@ def test_replay_buffers_are_divided_among_another_number_of_ranks(tmp_path: Path
             rows = torch.cat([batch.obs for batch in buffer.batches(64)]).view(30, count, 2)
             assert rows[..., 0].unique(dim=0).tolist() == [list(range(rank * count, (rank + 1) * count))]
             assert torch.equal(rows[:, 0, 1], torch.arange(40.0, 70.0))
-            if sampler == "uniform":
-                continue
             masses = {(float(env), float(step)): mass for old in made for env, step, mass in marked(old)}
             found = [(masses[env, step], mass) for env, step, mass in marked(buffer)]
             # the oldest steps had no complete stack and begin an episode now; windows past the newest are not complete
@@ -169,9 +162,7 @@ def test_torchrun_trains_one_run_on_two_ranks_and_any_number_goes_on(tmp_path: P
     process = torchrun(tmp_path, "CartPole-v1", "--device", "cpu", *quick, "--steps", "2000")
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
-    before, settings = summary(folder), json.loads((folder / "settings.json").read_text())
-    assert (settings["ranks"], settings["num_envs"], settings["batch_size"]) == (2, 16, 128)
-    assert before["steps"] == 2000
+    before = summary(folder)
     # as many as of one process: two for each 16 steps after the warm-up, whose windows take some more
     assert 80 <= before["updates"] <= 126
     assert said.count("written to") == 1
@@ -185,10 +176,7 @@ def test_torchrun_trains_one_run_on_two_ranks_and_any_number_goes_on(tmp_path: P
     process = torchrun(tmp_path, "--resume", "--output", "run", "--steps", "6000")
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
-    assert summary(folder)["resumed"] == 2
-    rows = read_rows(folder)
-    assert (rows[-1]["step"], rows[-1]["stored"]) == (6000, 3000)
-    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+    assert (summary(folder)["resumed"], read_rows(folder)[-1]["stored"]) == (2, 3000)
 
 
 def test_a_run_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path: Path) -> None:
@@ -205,9 +193,8 @@ def test_a_run_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path: Pat
     assert process.returncode == 0, said
     assert "exitcode: -9" in said
     (folder,) = tmp_path.glob("runs/*")
-    rows = read_rows(folder)
-    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
-    told = summary(folder)
+    told, steps = summary(folder), [row["step"] for row in read_rows(folder)]
+    assert steps == sorted(set(steps))
     assert (told["steps"], told["stopped_by"], told["resumed"] >= 1) == (5024, "steps", True)
     # none of the updates is lost or made twice: the first 35 of 157 steps of all games fill the warm-up
     assert told["updates"] == 2 * (157 - 35)
