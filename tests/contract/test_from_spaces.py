@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,8 +27,7 @@ NESTED = spaces.Dict({"arm": spaces.Dict({"angle": WIDE, "speed": WIDE}), "camer
     [
         (spaces.Box(0, 255, (8, 8, 3), np.uint8), Field((8, 8, 3), torch.uint8)),
         (WIDE, Field((2,), torch.float32)),
-        (spaces.Box(-1, 1, (), np.float32), Field((), torch.float32)),
-        (spaces.Box(-5, 5, (3,), np.int16), Field((3,), torch.int16)),
+        (spaces.Box(-5, 5, (), np.int16), Field((), torch.int16)),
         (spaces.Discrete(5), Field((), torch.int64)),
         (spaces.MultiDiscrete([3, 4]), Field((2,), torch.int64)),
         (spaces.MultiBinary(6), Field((6,), torch.int8)),
@@ -43,7 +41,7 @@ def test_every_array_space_keeps_its_shape_and_dtype(space: object, field: Field
     assert (buffer.capacity, buffer.device.type, buffer.sampler, buffer.seed) == (3, device, Proportional(), 7)
 
 
-@pytest.mark.parametrize("space", [spaces.Text(5), spaces.Sequence(spaces.Discrete(3)), "Box", None], ids=str)
+@pytest.mark.parametrize("space", [spaces.Text(5), "Box"], ids=str)
 def test_spaces_without_a_fixed_shape_are_refused_and_those_in_place_of_fields_are_sent_here(space: object) -> None:
     for given in ((space, spaces.Discrete(2)), (spaces.Discrete(2), space)):
         with pytest.raises((TypeError, ValueError), match=r"(?i)space"):
@@ -57,11 +55,9 @@ def test_spaces_without_a_fixed_shape_are_refused_and_those_in_place_of_fields_a
     "dtypes, expected",
     [
         (None, {"arm.angle": "float32", "action": "float32", "camera": "uint8"}),
-        ({"obs.arm": torch.float64}, {"arm.speed": "float64", "action": "float32"}),
-        ({"obs": {"arm": torch.float16}}, {"arm.speed": "float16"}),
+        ({"obs": {"arm": torch.float64}, "reward": torch.float64}, {"arm.speed": "float64", "reward": "float64"}),
         ({"obs.arm": torch.float16, "obs.arm.angle": torch.float64}, {"arm.angle": "float64"}),
         ({"obs": torch.float32, "next_obs": torch.bfloat16}, {"camera": "float32", "next_obs.camera": "bfloat16"}),
-        ({"action": torch.float64, "reward": torch.float64}, {"action": "float64", "reward": "float64"}),
     ],
     ids=str,
 )
@@ -82,10 +78,7 @@ def steps_from(capacity: int, *given: Any, **more: Any) -> TrajectoryReplayBuffe
     [
         ({"dtypes": {"observation": torch.float32}}, KeyError, "dtype"),
         ({"dtypes": {"obs": "float32"}}, TypeError, "dtype"),
-        ({"dtypes": {"obs": torch.complex64}}, ValueError, "dtype"),
-        ({"dtypes": torch.float32}, TypeError, "dtype"),
         ({"extra": {"obs": Field((2,), torch.float32)}}, KeyError, "extra has 'obs'"),
-        ({"extra": {"hidden": (4,)}}, TypeError, "Field"),
     ],
     ids=str,
 )
@@ -167,16 +160,6 @@ def test_further_fields_come_beside_those_of_the_spaces() -> None:
     assert made.fields["hidden"] == extra["hidden"]
 
 
-@pytest.mark.parametrize("mode", list(gymnasium.vector.AutoresetMode), ids=str)
-def test_an_autoreset_mode_of_gymnasium_is_one(mode: Any) -> None:
-    step = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
-    ours = {"NextStep": "next_step", "SameStep": "same_step", "Disabled": "disabled"}[mode.value]
-    for given in (mode, mode.value, ours):
-        buffer = TrajectoryReplayBuffer(8, 2, step, autoreset=given, device="cpu")
-        assert buffer.autoreset == ours
-        assert f"autoreset='{ours}'" in repr(buffer)
-
-
 def test_stacked_frames_are_warned_of_and_other_pictures_are_not() -> None:
     class Stacks(gymnasium.vector.VectorEnv):  # type: ignore[misc]
         num_envs = 2
@@ -186,31 +169,27 @@ def test_stacked_frames_are_warned_of_and_other_pictures_are_not() -> None:
             self.single_observation_space = spaces.Box(0, 255, shape, np.uint8)
             self.single_action_space = spaces.Discrete(3)
 
-    for shape, frame in (((4, 84, 84), (84, 84)), ((4, 96, 96, 3), (96, 96, 3)), ((3, 3, 64, 64), (3, 64, 64))):
-        with pytest.warns(UserWarning, match=rf"{shape[0]} stacked frames.*{re.escape(str(frame))}.*\[:, -1\]"):
+    for shape, frame in (((4, 84, 84), r"\(84, 84\)"), ((3, 3, 64, 64), r"\(3, 64, 64\)")):
+        with pytest.warns(UserWarning, match=rf"{shape[0]} stacked frames.*{frame}.*\[:, -1\]"):
             TrajectoryReplayBuffer.from_env(Stacks(*shape), 10, device="cpu")
-    for other in ((84, 84), (3, 64, 64), (210, 160, 3), (1, 84, 84), (4, 10, 10)):
+    for other in ((84, 84), (3, 64, 64), (210, 160, 3)):
         # warnings are errors
         TrajectoryReplayBuffer.from_env(Stacks(*other), 10, device="cpu")
 
 
 def test_settings_that_the_environment_does_not_say_are_asked_for() -> None:
     env = gymnasium.vector.SyncVectorEnv([lambda: Counting(3, False)] * 2)
-    buffer = TrajectoryReplayBuffer.from_env(env, 9, dtypes={"obs": torch.float64}, stack=2, device="cpu")
-    assert (buffer.capacity, buffer.stack, buffer.fields["obs"].dtype) == (8, 2, torch.float64)
     wrapped = gymnasium.wrappers.vector.RecordEpisodeStatistics(env)
-    assert TrajectoryReplayBuffer.from_env(wrapped, 8, device="cpu").num_envs == 2
-    for wrong in (Counting(3, False), "CartPole-v1", None):
-        with pytest.raises(TypeError, match="vector environment"):
-            TrajectoryReplayBuffer.from_env(wrong, 8)  # type: ignore[arg-type]
+    buffer = TrajectoryReplayBuffer.from_env(wrapped, 9, dtypes={"obs": torch.float64}, stack=2, device="cpu")
+    assert (buffer.capacity, buffer.stack, buffer.fields["obs"].dtype) == (8, 2, torch.float64)
+    with pytest.raises(TypeError, match="vector environment"):
+        TrajectoryReplayBuffer.from_env(Counting(3, False), 8)
     env.metadata = {}
     with pytest.raises(ValueError, match="autoreset='next_step'"):
         TrajectoryReplayBuffer.from_env(env, 8)
+    same_step = gymnasium.vector.AutoresetMode.SAME_STEP
+    given = TrajectoryReplayBuffer.from_env(env, 8, autoreset=same_step, device="cpu")
+    assert given.state_dict()["settings"]["autoreset"] == "same_step"
     # what another environment of its class leaves there before gymnasium 1.4
     env.metadata = {"autoreset_mode": "SameStep"}
     assert TrajectoryReplayBuffer.from_env(wrapped, 8, device="cpu").autoreset == "next_step"
-    given = TrajectoryReplayBuffer.from_env(env, 8, autoreset="same_step", device="cpu")
-    assert given.state_dict()["settings"]["autoreset"] == "same_step"
-    env.metadata = {"autoreset_mode": "Sometimes"}
-    with pytest.raises(ValueError, match="Sometimes"):
-        TrajectoryReplayBuffer.from_env(env, 8)
