@@ -191,7 +191,7 @@ def test_keys_come_in_every_form(form: str, device: str) -> None:
     assert buffer.total_mass() == (8 + len(set(wanted))) * 2**20
 
 
-def test_stats_are_a_frozen_record_of_plain_numbers(device: str) -> None:
+def test_stats_are_plain_numbers(device: str) -> None:
     buffer = make(5, EXACT, device=device)
     fill(buffer, 3, priority=[4, 4, 8])
     # looking at transitions is not sampling them
@@ -202,5 +202,3 @@ def test_stats_are_a_frozen_record_of_plain_numbers(device: str) -> None:
     assert stats.max_times_sampled == 0
     # shares of 1/4, 1/4 and 1/2
     assert close([stats.entropy, stats.effective_sample_size], [1.5 * math.log(2), 8 / 3], "statistic")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        stats.size = 7

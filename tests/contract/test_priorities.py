@@ -120,15 +120,6 @@ def test_saturation_is_counted_and_the_total_cannot_overflow(capacity: int, kind
 # adds steps (see `play`), a tuple one step with a priority of each environment, two lists update keys with priorities
 LIVES: dict[str, tuple[Any, ...]] = {
     "its own priority counts when it is complete": ({"n_step": 2}, [((4,), []), ((8,), []), (".", [4]), (".", [4, 8])]),
-    "the running maximum counts an own priority only when its start is complete": (
-        {"n_step": 2, "capacity": 6},
-        # start 0 was completed while the 64 of start 1 was still waiting; start 2 takes the largest so far
-        [(".", []), ((64,), []), (".", [1]), ("..", [1, 64, 64])],
-    ),
-    "starts completed together take the maximum from before the call": (
-        {"n_step": 4},
-        [(".", []), ((16,), []), (".T", [1, 16, 1, 1]), ("..T", [1, 16, 1, 1, 0, 16, 16])],
-    ),
     "the stored maximum is that of the eligible": (
         {"sampler": STORED, "capacity": 4, "stack": 2},
         [

@@ -133,15 +133,6 @@ def test_masks_of_sequences_worked_out_by_hand(
     pair.check_sequences(batch, view, length)
 
 
-@pytest.mark.parametrize("end", range(6))
-def test_strict_sequences_of_a_full_ring_hold_an_ending_in_their_last_step_alone(end: int, device: str) -> None:
-    pair = StepPair(6, 1, fields=FIELDS, device=device, autoreset="same_step")
-    play(pair, "...." + "......"[:end] + "T" + "......"[end + 1 :], fields=FIELDS)
-    for length in (2, 3, 4, 5):
-        for _ in range(3):
-            pair.sample_sequences(6, length, strict=True, stride=1)
-
-
 def test_the_last_observation_stands_for_one_that_is_not_stored(device: str) -> None:
     pair = StepPair(12, 1, sampler=Latest(), device=device, fields=FIELDS, gamma=0.5, stack=2, n_step=2)
     play(pair, "...U.....", fields=FIELDS)
