@@ -99,58 +99,6 @@ def test_a_trajectory_buffer_has_the_fields_of_one_environment() -> None:
         steps_from(13, NESTED, WIDE, dtypes={"reward": torch.float64})
 
 
-class Counting(gymnasium.Env):  # type: ignore[misc]
-    """Counts its steps in observations of a nested kind, and is truncated after `last`."""
-
-    action_space = spaces.Discrete(3)
-
-    def __init__(self, last: int, nested: bool) -> None:
-        self.last, self.nested, self.number = last, nested, 0
-        here = spaces.Box(-1, 99, (2,), np.float64)
-        parts = {"here": here, "both": spaces.Tuple((here, spaces.Discrete(99)))}
-        self.observation_space = spaces.Dict(parts) if nested else here
-
-    def _observation(self) -> Any:
-        here = np.full(2, self.number, np.float64)
-        return {"here": here, "both": (here, np.int64(self.number))} if self.nested else here
-
-    def reset(self, **_: Any) -> Any:
-        self.number = 0
-        return self._observation(), {}
-
-    def step(self, _: Any) -> Any:
-        self.number += 1
-        return self._observation(), float(self.number), False, self.number == self.last, {}
-
-
-@pytest.mark.parametrize("nested", [False, True], ids=["array", "nested"])
-@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
-def test_what_a_vector_environment_returns_is_stored_as_it_comes(mode: str, nested: bool, device: str) -> None:
-    autoreset = gymnasium.vector.AutoresetMode[mode]
-    makers = [lambda last=last: Counting(last, nested) for last in (3, 4)]
-    env = gymnasium.vector.SyncVectorEnv(makers, autoreset_mode=autoreset)
-    buffer = TrajectoryReplayBuffer.from_env(env, 40, device=device, gamma=0.5)
-    assert (buffer.num_envs, buffer.autoreset) == (2, mode.lower())
-    obs, _ = env.reset()
-    for _ in range(10):
-        action = env.action_space.sample()
-        after, reward, terminated, truncated, info = env.step(action)
-        more = {"final_obs": info.get("final_obs")}
-        buffer.add(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated, **more)
-        obs = after
-    batch = buffer.sample(buffer.stats().eligible)
-    assert len(batch) >= 14
-    name = "obs.here" if nested else "obs"
-    assert batch[name].dtype == torch.float32
-    # the observation after each step counts one more, also after the last one
-    assert torch.equal(batch[f"next_{name}"], batch[name] + 1)
-    assert torch.equal(batch.reward, batch[name][:, 0] + 1)
-    assert batch.truncated.sum() >= 4
-    assert batch.discount.tolist() == [0.5] * len(batch)
-    if nested:
-        assert torch.equal(batch["next_obs.both.item_1"], batch["obs.both.item_1"] + 1)
-
-
 def test_further_fields_come_beside_those_of_the_spaces() -> None:
     extra = {"hidden": Field((4,), torch.float32)}
     assert "hidden" in ReplayBuffer.from_spaces(9, WIDE, WIDE, extra=extra, device="cpu").fields
@@ -178,12 +126,13 @@ def test_stacked_frames_are_warned_of_and_other_pictures_are_not() -> None:
 
 
 def test_settings_that_the_environment_does_not_say_are_asked_for() -> None:
-    env = gymnasium.vector.SyncVectorEnv([lambda: Counting(3, False)] * 2)
+    one = gymnasium.make("CartPole-v1")
+    env = gymnasium.vector.SyncVectorEnv([lambda: one] * 2)
     wrapped = gymnasium.wrappers.vector.RecordEpisodeStatistics(env)
     buffer = TrajectoryReplayBuffer.from_env(wrapped, 9, dtypes={"obs": torch.float64}, stack=2, device="cpu")
     assert (buffer.capacity, buffer.stack, buffer.fields["obs"].dtype) == (8, 2, torch.float64)
     with pytest.raises(TypeError, match="vector environment"):
-        TrajectoryReplayBuffer.from_env(Counting(3, False), 8)
+        TrajectoryReplayBuffer.from_env(one, 8)
     env.metadata = {}
     with pytest.raises(ValueError, match="autoreset='next_step'"):
         TrajectoryReplayBuffer.from_env(env, 8)
