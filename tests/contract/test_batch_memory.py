@@ -21,12 +21,9 @@ PICTURES = np.random.default_rng(0).integers(0, 256, (500, 4, 42, 42), dtype=np.
 HOLDERS: dict[str, Callable[[Tensor], Any]] = {
     "tensor": lambda tensor: tensor,
     "view": lambda tensor: tensor.view(-1)[5:],
-    "other dtype": lambda tensor: tensor.view(torch.int8),
     "array": lambda tensor: tensor.numpy(),
     "dlpack": lambda tensor: torch.from_dlpack(tensor),
-    "list": lambda tensor: [(tensor,)],
     "storage": lambda tensor: tensor.untyped_storage(),
-    "memoryview": lambda tensor: memoryview(tensor.numpy()),
 }
 
 

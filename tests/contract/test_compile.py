@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import random
 import shutil
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -126,18 +125,13 @@ def test_sequences_are_drawn_with_their_length_and_burn_in() -> None:
     check_alike(make, lambda replay: replay.sample_sequences(4, 3, burn_in=2, stride=2), [()] * 2)
 
 
-def test_arrays_are_added_with_priorities_and_a_missing_field_is_named() -> None:
+def test_arrays_are_added_with_priorities() -> None:
     more = {name: value.numpy() for name, value in transitions(range(100, 104), FIELDS).items()}
 
     def add(replay: ReplayBuffer, given: dict[str, np.ndarray]) -> Tensor:
         return replay.add(**given, priority=np.arange(4.0))
 
     check_alike(filled, add, [(more,)])
-    buffer = filled()
-    # older releases of torch make other errors of a KeyError
-    with pytest.raises((KeyError, RuntimeError), match="add is missing .*action"):
-        compiled(add)(buffer, {name: value for name, value in more.items() if name != "action"})
-    check_left(buffer, filled())
 
 
 def test_dictionaries_and_any_name_are_taken() -> None:
@@ -176,13 +170,8 @@ def test_two_buffers_in_one_step_keep_their_own_order() -> None:
         check_left(buffer, eager)
 
 
-@pytest.mark.parametrize("way", ["function", "backward", "afterwards"])
+@pytest.mark.parametrize("way", ["function", "afterwards"])
 def test_gradients_inside_a_step_and_after_it_do_not_draw_again(way: str) -> None:
-    # the one way needs this, and releases that lack it refuse it in any code
-    allowed: dict[str, Any] = {"trace_autograd_ops": True} if way == "backward" else {}
-    if not all(hasattr(torch._dynamo.config, name) for name in allowed):
-        pytest.skip(f"torch {torch.__version__} does not compile backward()")
-
     def step(replay: ReplayBuffer, weight: Tensor) -> Any:
         batch = replay.sample(8)
 
@@ -190,31 +179,23 @@ def test_gradients_inside_a_step_and_after_it_do_not_draw_again(way: str) -> Non
             error = (batch.obs[:, 0].float() * weight).sum(1).tanh() - batch.reward
             return (batch.weight * error.square()).mean(), error
 
-        if way == "function":
-            result, error = torch.func.grad(loss, has_aux=True)(weight)
-        else:
-            result, error = loss(weight)
-            if way == "backward":
-                result.backward()
-                result, weight.grad = weight.grad, None
+        result, error = torch.func.grad(loss, has_aux=True)(weight) if way == "function" else loss(weight)
         replay.update_priorities(batch.key, error.abs())
         return result, batch
 
-    def learned(buffer: ReplayBuffer, step: Callable[..., Any]) -> list[Any]:
-        results, weight = [], torch.ones(3, requires_grad=way != "function")
-        for _ in range(3):
+    def learned(buffer: ReplayBuffer, step: Callable[..., Any]) -> tuple[Any, ...]:
+        results: list[Any] = []
+        for number in range(3):
+            weight = torch.full((3,), 1.0 + number, requires_grad=way != "function")
             result, batch = step(buffer, weight)
             if way == "afterwards":
                 result.backward()
-                with torch.no_grad():
-                    weight -= 0.1 * weight.grad
-                result = result.detach()
+                result = weight.grad
             results += [result, batch]
-        return results
+        return tuple(results)
 
     buffer, eager = filled(), filled()
-    with torch._dynamo.config.patch(**allowed):
-        assert same(tuple(learned(buffer, compiled(step))), tuple(learned(eager, step)))
+    assert same(learned(buffer, compiled(step)), learned(eager, step))
     check_left(buffer, eager)
 
 
@@ -231,11 +212,6 @@ def test_a_call_that_eager_code_refuses_raises_the_same() -> None:
         draw(buffer)
     fill(buffer, 8)
     assert len(draw(buffer)) == 4
-    with pytest.raises(ValueError, match="finite and at least 0; found -1.0"):
-        compiled(lambda replay: replay.sample(4, beta=-1.0))(buffer)
-    # refused while it is traced, which not every release of torch says in these words
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="'priorities' must be a tensor or an array|TypeError"):
-        compiled(lambda replay, keys: replay.update_priorities(keys, [1.0]))(buffer, torch.tensor([1]))
 
 
 def test_a_buffer_that_was_compiled_for_is_freed() -> None:
@@ -249,23 +225,11 @@ def test_a_buffer_that_was_compiled_for_is_freed() -> None:
     assert gone() is None
 
 
-def test_what_another_thread_adds_meanwhile_is_kept() -> None:
-    buffer, count = filled(capacity=1000), scale(100, 20)
-    start = buffer.added
-    step = compiled(lambda: buffer.update_priorities(buffer.sample(8).key, torch.ones(8)))
-    step()
-    adding = threading.Thread(target=lambda: [fill(buffer, 1) for _ in range(count)])
-    adding.start()
-    while adding.is_alive():
-        step()
-    adding.join()
-    assert buffer.added == start + count
-
-
 GOALS: dict[str, Any] = {"fields": "goals", "n_step": 1, "relabel": "future"}
 LIVED: list[tuple[str, str, dict[str, Any]]] = [
-    *(("rows", name, {}) for name in ("uniform", "rank-annealed", "combined-proportional", "latest")),
-    ("steps", "combined-proportional", {"fields": 2, "relabel": None}),
+    ("rows", "latest", {}),
+    ("rows", "combined-proportional", {}),
+    ("steps", "rank-annealed", {"fields": 2, "relabel": None}),
     ("steps", "annealed", GOALS),
 ]
 

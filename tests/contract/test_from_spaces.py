@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,8 +27,7 @@ NESTED = spaces.Dict({"arm": spaces.Dict({"angle": WIDE, "speed": WIDE}), "camer
     [
         (spaces.Box(0, 255, (8, 8, 3), np.uint8), Field((8, 8, 3), torch.uint8)),
         (WIDE, Field((2,), torch.float32)),
-        (spaces.Box(-1, 1, (), np.float32), Field((), torch.float32)),
-        (spaces.Box(-5, 5, (3,), np.int16), Field((3,), torch.int16)),
+        (spaces.Box(-5, 5, (), np.int16), Field((), torch.int16)),
         (spaces.Discrete(5), Field((), torch.int64)),
         (spaces.MultiDiscrete([3, 4]), Field((2,), torch.int64)),
         (spaces.MultiBinary(6), Field((6,), torch.int8)),
@@ -43,7 +41,7 @@ def test_every_array_space_keeps_its_shape_and_dtype(space: object, field: Field
     assert (buffer.capacity, buffer.device.type, buffer.sampler, buffer.seed) == (3, device, Proportional(), 7)
 
 
-@pytest.mark.parametrize("space", [spaces.Text(5), spaces.Sequence(spaces.Discrete(3)), "Box", None], ids=str)
+@pytest.mark.parametrize("space", [spaces.Text(5), "Box"], ids=str)
 def test_spaces_without_a_fixed_shape_are_refused_and_those_in_place_of_fields_are_sent_here(space: object) -> None:
     for given in ((space, spaces.Discrete(2)), (spaces.Discrete(2), space)):
         with pytest.raises((TypeError, ValueError), match=r"(?i)space"):
@@ -57,11 +55,9 @@ def test_spaces_without_a_fixed_shape_are_refused_and_those_in_place_of_fields_a
     "dtypes, expected",
     [
         (None, {"arm.angle": "float32", "action": "float32", "camera": "uint8"}),
-        ({"obs.arm": torch.float64}, {"arm.speed": "float64", "action": "float32"}),
-        ({"obs": {"arm": torch.float16}}, {"arm.speed": "float16"}),
+        ({"obs": {"arm": torch.float64}, "reward": torch.float64}, {"arm.speed": "float64", "reward": "float64"}),
         ({"obs.arm": torch.float16, "obs.arm.angle": torch.float64}, {"arm.angle": "float64"}),
         ({"obs": torch.float32, "next_obs": torch.bfloat16}, {"camera": "float32", "next_obs.camera": "bfloat16"}),
-        ({"action": torch.float64, "reward": torch.float64}, {"action": "float64", "reward": "float64"}),
     ],
     ids=str,
 )
@@ -82,10 +78,7 @@ def steps_from(capacity: int, *given: Any, **more: Any) -> TrajectoryReplayBuffe
     [
         ({"dtypes": {"observation": torch.float32}}, KeyError, "dtype"),
         ({"dtypes": {"obs": "float32"}}, TypeError, "dtype"),
-        ({"dtypes": {"obs": torch.complex64}}, ValueError, "dtype"),
-        ({"dtypes": torch.float32}, TypeError, "dtype"),
         ({"extra": {"obs": Field((2,), torch.float32)}}, KeyError, "extra has 'obs'"),
-        ({"extra": {"hidden": (4,)}}, TypeError, "Field"),
     ],
     ids=str,
 )
@@ -106,58 +99,6 @@ def test_a_trajectory_buffer_has_the_fields_of_one_environment() -> None:
         steps_from(13, NESTED, WIDE, dtypes={"reward": torch.float64})
 
 
-class Counting(gymnasium.Env):  # type: ignore[misc]
-    """Counts its steps in observations of a nested kind, and is truncated after `last`."""
-
-    action_space = spaces.Discrete(3)
-
-    def __init__(self, last: int, nested: bool) -> None:
-        self.last, self.nested, self.number = last, nested, 0
-        here = spaces.Box(-1, 99, (2,), np.float64)
-        parts = {"here": here, "both": spaces.Tuple((here, spaces.Discrete(99)))}
-        self.observation_space = spaces.Dict(parts) if nested else here
-
-    def _observation(self) -> Any:
-        here = np.full(2, self.number, np.float64)
-        return {"here": here, "both": (here, np.int64(self.number))} if self.nested else here
-
-    def reset(self, **_: Any) -> Any:
-        self.number = 0
-        return self._observation(), {}
-
-    def step(self, _: Any) -> Any:
-        self.number += 1
-        return self._observation(), float(self.number), False, self.number == self.last, {}
-
-
-@pytest.mark.parametrize("nested", [False, True], ids=["array", "nested"])
-@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
-def test_what_a_vector_environment_returns_is_stored_as_it_comes(mode: str, nested: bool, device: str) -> None:
-    autoreset = gymnasium.vector.AutoresetMode[mode]
-    makers = [lambda last=last: Counting(last, nested) for last in (3, 4)]
-    env = gymnasium.vector.SyncVectorEnv(makers, autoreset_mode=autoreset)
-    buffer = TrajectoryReplayBuffer.from_env(env, 40, device=device, gamma=0.5)
-    assert (buffer.num_envs, buffer.autoreset) == (2, mode.lower())
-    obs, _ = env.reset()
-    for _ in range(10):
-        action = env.action_space.sample()
-        after, reward, terminated, truncated, info = env.step(action)
-        more = {"final_obs": info.get("final_obs")}
-        buffer.add(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated, **more)
-        obs = after
-    batch = buffer.sample(buffer.stats().eligible)
-    assert len(batch) >= 14
-    name = "obs.here" if nested else "obs"
-    assert batch[name].dtype == torch.float32
-    # the observation after each step counts one more, also after the last one
-    assert torch.equal(batch[f"next_{name}"], batch[name] + 1)
-    assert torch.equal(batch.reward, batch[name][:, 0] + 1)
-    assert batch.truncated.sum() >= 4
-    assert batch.discount.tolist() == [0.5] * len(batch)
-    if nested:
-        assert torch.equal(batch["next_obs.both.item_1"], batch["obs.both.item_1"] + 1)
-
-
 def test_further_fields_come_beside_those_of_the_spaces() -> None:
     extra = {"hidden": Field((4,), torch.float32)}
     assert "hidden" in ReplayBuffer.from_spaces(9, WIDE, WIDE, extra=extra, device="cpu").fields
@@ -165,16 +106,6 @@ def test_further_fields_come_beside_those_of_the_spaces() -> None:
     assert steps_from(9, WIDE, WIDE, extra=extra).fields == {**known, **extra}
     made = TrajectoryReplayBuffer.from_env(gymnasium.make_vec("CartPole-v1", 2), 9, extra=extra, device="cpu")
     assert made.fields["hidden"] == extra["hidden"]
-
-
-@pytest.mark.parametrize("mode", list(gymnasium.vector.AutoresetMode), ids=str)
-def test_an_autoreset_mode_of_gymnasium_is_one(mode: Any) -> None:
-    step = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
-    ours = {"NextStep": "next_step", "SameStep": "same_step", "Disabled": "disabled"}[mode.value]
-    for given in (mode, mode.value, ours):
-        buffer = TrajectoryReplayBuffer(8, 2, step, autoreset=given, device="cpu")
-        assert buffer.autoreset == ours
-        assert f"autoreset='{ours}'" in repr(buffer)
 
 
 def test_stacked_frames_are_warned_of_and_other_pictures_are_not() -> None:
@@ -186,31 +117,28 @@ def test_stacked_frames_are_warned_of_and_other_pictures_are_not() -> None:
             self.single_observation_space = spaces.Box(0, 255, shape, np.uint8)
             self.single_action_space = spaces.Discrete(3)
 
-    for shape, frame in (((4, 84, 84), (84, 84)), ((4, 96, 96, 3), (96, 96, 3)), ((3, 3, 64, 64), (3, 64, 64))):
-        with pytest.warns(UserWarning, match=rf"{shape[0]} stacked frames.*{re.escape(str(frame))}.*\[:, -1\]"):
+    for shape, frame in (((4, 84, 84), r"\(84, 84\)"), ((3, 3, 64, 64), r"\(3, 64, 64\)")):
+        with pytest.warns(UserWarning, match=rf"{shape[0]} stacked frames.*{frame}.*\[:, -1\]"):
             TrajectoryReplayBuffer.from_env(Stacks(*shape), 10, device="cpu")
-    for other in ((84, 84), (3, 64, 64), (210, 160, 3), (1, 84, 84), (4, 10, 10)):
+    for other in ((84, 84), (3, 64, 64), (210, 160, 3)):
         # warnings are errors
         TrajectoryReplayBuffer.from_env(Stacks(*other), 10, device="cpu")
 
 
 def test_settings_that_the_environment_does_not_say_are_asked_for() -> None:
-    env = gymnasium.vector.SyncVectorEnv([lambda: Counting(3, False)] * 2)
-    buffer = TrajectoryReplayBuffer.from_env(env, 9, dtypes={"obs": torch.float64}, stack=2, device="cpu")
-    assert (buffer.capacity, buffer.stack, buffer.fields["obs"].dtype) == (8, 2, torch.float64)
+    one = gymnasium.make("CartPole-v1")
+    env = gymnasium.vector.SyncVectorEnv([lambda: one] * 2)
     wrapped = gymnasium.wrappers.vector.RecordEpisodeStatistics(env)
-    assert TrajectoryReplayBuffer.from_env(wrapped, 8, device="cpu").num_envs == 2
-    for wrong in (Counting(3, False), "CartPole-v1", None):
-        with pytest.raises(TypeError, match="vector environment"):
-            TrajectoryReplayBuffer.from_env(wrong, 8)  # type: ignore[arg-type]
+    buffer = TrajectoryReplayBuffer.from_env(wrapped, 9, dtypes={"obs": torch.float64}, stack=2, device="cpu")
+    assert (buffer.capacity, buffer.stack, buffer.fields["obs"].dtype) == (8, 2, torch.float64)
+    with pytest.raises(TypeError, match="vector environment"):
+        TrajectoryReplayBuffer.from_env(one, 8)
     env.metadata = {}
     with pytest.raises(ValueError, match="autoreset='next_step'"):
         TrajectoryReplayBuffer.from_env(env, 8)
+    same_step = gymnasium.vector.AutoresetMode.SAME_STEP
+    given = TrajectoryReplayBuffer.from_env(env, 8, autoreset=same_step, device="cpu")
+    assert given.state_dict()["settings"]["autoreset"] == "same_step"
     # what another environment of its class leaves there before gymnasium 1.4
     env.metadata = {"autoreset_mode": "SameStep"}
     assert TrajectoryReplayBuffer.from_env(wrapped, 8, device="cpu").autoreset == "next_step"
-    given = TrajectoryReplayBuffer.from_env(env, 8, autoreset="same_step", device="cpu")
-    assert given.state_dict()["settings"]["autoreset"] == "same_step"
-    env.metadata = {"autoreset_mode": "Sometimes"}
-    with pytest.raises(ValueError, match="Sometimes"):
-        TrajectoryReplayBuffer.from_env(env, 8)

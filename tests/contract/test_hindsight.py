@@ -11,7 +11,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from devices import device_fixture as device_fixture
@@ -31,9 +30,8 @@ from hindsight_oracle import (
     rewritten,
 )
 from model import Step
-from pairs import StepPair, columns
+from pairs import StepPair
 from programs import any_program, run
-from refusals import whole_state
 from transitions import same
 
 from gpu_replay import Proportional, TrajectoryReplayBuffer, Uniform
@@ -155,10 +153,6 @@ def test_names_with_and_without_their_prefix_mean_the_same_and_sequences_are_ref
     same(short.sample(8), long.sample(8))
 
 
-def fails(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
-    raise ArithmeticError("no such goal")
-
-
 def in_place(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
     reward = reward_of(achieved, desired)
     achieved.zero_()
@@ -168,37 +162,21 @@ def in_place(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "nothing": (lambda a, d: None, TypeError, r"one value for each of 8 rows.*found NoneType"),
-    "one number": (lambda a, d: 1.0, TypeError, r"a tensor \[8\].*found float"),
-    "a column": (lambda a, d: (a - d)[:, :1].float(), ValueError, r"found shape \[8, 1\]"),
     "too few": (lambda a, d: a[1:, 0].float(), ValueError, r"found shape \[7\]"),
-    "complex": (lambda a, d: a[:, 0].to(torch.complex64), TypeError, "real numbers"),
-    "a scalar": (lambda a, d: a.float().mean(), ValueError, r"found shape \[\]"),
-    "an error": (fails, ArithmeticError, "no such goal"),
     "terminated: floats": (lambda a, d: (a == d).all(1).float(), TypeError, "terminated_fn .* must return bool"),
-    "terminated: a column too many": (lambda a, d: a == d, ValueError, r"terminated_fn.*found shape \[8, 2\]"),
 }
 
 
-@pytest.mark.parametrize("name", scale(list(BAD), ["too few", "an error", "terminated: floats"]))
+@pytest.mark.parametrize("name", BAD)
 def test_rewards_and_endings_that_cannot_be_used(name: str, device: str) -> None:
     function, error, words = BAD[name]
     broken = made(device, relabel=hindsight(**{"terminated_fn" if "terminated" in name else "reward_fn": function}))
-    good, before = made(device), whole_state(broken)
     with pytest.raises(error, match=words):
         broken.sample(8)
-    if device == "cpu":
-        # on the host the draw is taken back
-        assert whole_state(broken) == before
-    else:
-        good.sample(8)
-        assert broken.state_dict()["counters"] == good.state_dict()["counters"]
-    mended = made(device, "")
-    mended.load_state_dict(broken.state_dict())
-    same(mended.sample(8), good.sample(8))
 
 
 FORMS: dict[str, Any] = {
-    **{str(kind): lambda a, d, kind=kind: (a[:, 0] > 3).to(kind) for kind in (torch.bool, torch.float16, torch.int64)},
+    "truths": lambda a, d: a[:, 0] > 3,
     "doubles": lambda a, d: reward_of(a, d).double(),
     "an array": lambda a, d: reward_of(a, d).cpu().numpy(),
     "with a gradient": lambda a, d: reward_of(a, d) * torch.ones((), requires_grad=True),
@@ -236,44 +214,16 @@ def test_another_thread_adds_while_a_reward_function_works(device: str) -> None:
     assert pair.buffer.added == 10
 
 
-def test_a_missing_final_observation_of_a_termination_is_named() -> None:
-    pair = stream("...", envs=2, autoreset="disabled")
-    given = columns(steps_of(pair, "T"), GOALS)
-    given |= {name: np.array([None, None], dtype=object) for name in given if name.startswith("final_")}
-    with pytest.raises(ValueError, match="None for environment 0, whose episode ended"):
-        pair.buffer.add(**given)
-    assert pair.buffer.added == 6
-
-
-def test_settings_and_memory(device: str) -> None:
-    buffer, plain = made(device, relabel=hindsight("episode", 0.25)), made(device, relabel=None)
-    names = {"achieved": "achieved_goal", "desired": "desired_goal"}
-    assert buffer.state_dict()["settings"]["relabel"] == names | {"ratio": 0.25, "strategy": "episode"}
-    assert (plain.state_dict()["settings"]["relabel"], plain.relabel) == (None, None)
-    # a number for each step and for each environment
-    assert buffer.nbytes - plain.nbytes == 4 * (24 + 2)
-
-
-LOADS: list[tuple[str, Any, type[Exception], str]] = [
-    ("goals", None, ValueError, r"reward_fn is code and is not saved.*load\(path, relabel="),
-    ("goals", hindsight("final"), ValueError, "strategy='future'"),
-    ("goals", reward_of, TypeError, "relabel must be Hindsight"),
-    ("plain", hindsight(), ValueError, "saved without relabel"),
-]
-
-
 def test_checkpoints_of_other_hindsight_are_refused(tmp_path: Path) -> None:
     made().save(tmp_path / "goals")
     made(relabel=None).save(tmp_path / "plain")
-    for name, relabel, error, message in LOADS:
-        with pytest.raises(error, match=message):
+    for name, relabel, message in (
+        ("goals", None, r"reward_fn is code and is not saved.*load\(path, relabel="),
+        ("goals", hindsight("final"), "strategy='future'"),
+        ("plain", hindsight(), "saved without relabel"),
+    ):
+        with pytest.raises(ValueError, match=message):
             TrajectoryReplayBuffer.load(tmp_path / name, "cpu", relabel=relabel)
     with pytest.raises(ValueError, match="relabel is None here"):
         made(relabel=None).load_state_dict(made().state_dict())
-    loaded = TrajectoryReplayBuffer.load(tmp_path / "plain", "cpu")
-    assert loaded.relabel is None
-    # states of before there was hindsight say nothing of it
-    state, other = loaded.state_dict(), made(letters="", relabel=None)
-    del state["settings"]["relabel"]
-    other.load_state_dict(state)
-    same(other.sample(5), loaded.sample(5))
+    assert TrajectoryReplayBuffer.load(tmp_path / "plain", "cpu").relabel is None

@@ -6,8 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from programs import SAMPLERS
 from refusals import LOSSY
 from tolerances import close
 from torch import Tensor
-from transitions import EXACT, check_rows, fill, make, same, transitions
+from transitions import EXACT, fill, make, same
 
 from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 
@@ -71,16 +70,12 @@ FORMS: dict[str, Callable[..., Any]] = {
     "numpy": lambda v: v.numpy(),
     "cpu": lambda v: v,
     "list": lambda v: v.tolist(),
-    "doubles": lambda v: v.double(),
     "transposed": lambda v: v.transpose(1, 2).contiguous().transpose(1, 2),
-    "newest plane of a stack": lambda v: torch.stack([v, v + 100], dim=1)[:, 0],
     "plane of numpy": lambda v: np.stack([v.numpy(), v.numpy()], 1)[:, -1],
     "backwards": lambda v: v.flip(0).numpy()[::-1],
-    "columns first": lambda v: np.asfortranarray(v.numpy()),
     "other bytes first": lambda v: v.numpy().astype(">f4"),
     "read only": read_only,
     "with a graph": lambda v: v.clone().requires_grad_() * 1,
-    "parameter": torch.nn.Parameter,
     "negated": negated,
 }
 
@@ -102,20 +97,6 @@ def test_the_same_numbers_are_stored_whatever_their_form(kind: str, form: str, d
         assert buffer.priorities(keys).tolist() == ([1.0] * 4 if form == "list" else values[:, 0, 0].tolist())
 
 
-def test_zeros_without_memory_are_zeros(device: str) -> None:
-    buffer, zero = make(4, EXACT, device=device), torch._efficientzerotensor((1,), dtype=torch.int64)
-    fill(buffer, 2)
-    check_rows(buffer[zero])
-    buffer.update_priorities(zero, torch.tensor([3.0]))
-    assert buffer.priorities([0, 1]).tolist() == [3, 1]
-    with suppress(RuntimeError):
-        torch._efficientzerotensor(1).numpy()
-        pytest.skip("this torch itself gives memory that is not there, as 2.8 does, instead of an error")
-    buffer = empty("rows", Field((2,), torch.float32), 3, device)
-    put(buffer, torch._efficientzerotensor((3, 2)), priority=torch._efficientzerotensor(3))
-    assert (buffer[[0, 1, 2]].obs.tolist(), buffer.masses().tolist()) == ([[0, 0]] * 3, [1] * 3)
-
-
 GIVEN: list[Any] = [
     *(np.bool_, np.uint8, np.uint16, np.uint32, np.uint64, np.int8, np.int16, np.int32, np.int64),
     *(np.float16, np.float32, np.float64, np.complex64, np.object_, np.str_),
@@ -126,19 +107,14 @@ NUMBERS = {np.bool_: 0} | dict.fromkeys((np.float16, np.float32, np.float64, *FL
 NUMBERS |= dict.fromkeys((np.complex64, np.object_, np.str_, torch.complex64), 3)
 
 
-@pytest.mark.parametrize("shape", [(), (8, 8)], ids=str)
 @pytest.mark.parametrize("stored", DTYPES, ids=short)
 @pytest.mark.parametrize("kind", KINDS)
-def test_arrays_of_any_type_are_stored_by_value_or_refused(
-    kind: str, stored: torch.dtype, shape: tuple[int, ...], device: str
-) -> None:
+def test_arrays_of_any_type_are_stored_by_value_or_refused(kind: str, stored: torch.dtype, device: str) -> None:
     for given in scale(GIVEN, GIVEN[::4]):
-        numbers = (np.arange(3 * 64) % (2 if given is np.bool_ else 5)).reshape(3, 8, 8)
-        numbers = numbers[(slice(None), *[1] * (2 - len(shape)))]
-        of_torch = isinstance(given, torch.dtype)
+        numbers, of_torch = np.array([1, 0, 1] if given is np.bool_ else [1, 2, 4]), isinstance(given, torch.dtype)
         values = torch.from_numpy(numbers).to(given).to(device) if of_torch else numbers.astype(given)
         number = NUMBERS.get(given, 1)
-        buffer = empty(kind, Field(shape, stored), 3, device)
+        buffer = empty(kind, Field((), stored), 3, device)
         if number > (0 if stored is torch.bool else 2 if stored.is_floating_point else 1):
             with pytest.raises(LOSSY, match="obs"):
                 put(buffer, values)
@@ -146,12 +122,12 @@ def test_arrays_of_any_type_are_stored_by_value_or_refused(
             continue
         put(buffer, values)
         assert buffer[[0, 1, 2]].obs.double().tolist() == numbers.astype(np.float64).tolist()
-        if (shape, stored) == ((), torch.float32) and given is not np.bool_:
+        if stored is torch.float32 and given is not np.bool_:
             keys = put(buffer, np.zeros(3), priority=values)
             assert buffer.priorities(keys).tolist() == numbers.tolist()
             buffer.update_priorities(keys.flip(0), values)
             assert buffer.priorities(keys.flip(0)).tolist() == numbers.tolist()
-        if (kind, shape, stored) == ("steps", (), torch.float32):
+        if (kind, stored) == ("steps", torch.float32):
             # ALE gives rewards of int32, Gymnasium of float64
             ends = {"terminated": np.zeros(3, bool), "truncated": np.ones(3, bool), "final_obs": values}
             batch = buffer[put(buffer, np.zeros(3), reward=values, **ends)]
@@ -171,13 +147,8 @@ OUT_OF_RANGE: list[tuple[torch.dtype, Any]] = [
     (torch.int32, torch.tensor([-(2**31) - 1, 0])),
     (torch.uint8, torch.tensor([0, 256])),
     (torch.uint8, torch.tensor([-1, 0])),
-    (torch.uint8, torch.tensor([0, 256]).to(torch.uint16)),
-    (torch.uint8, torch.tensor([0, -1], dtype=torch.int8)),
-    (torch.int8, torch.tensor([128, 0])),
     (torch.int8, torch.tensor([0, 200], dtype=torch.uint8)),
-    (torch.int16, torch.tensor([0, 40_000], dtype=torch.int32)),
     (torch.float16, torch.tensor([1.0, 70_000.0])),
-    (torch.float16, torch.tensor([1, 70_000])),
     (torch.float32, torch.tensor([1.0, 1e39], dtype=torch.float64)),
 ]
 
@@ -259,26 +230,7 @@ def test_sample_dtype_and_scale(kind: str, field: Field, device: str) -> None:
         assert torch.equal(batch.obs.cpu(), expected)
 
 
-def test_a_scale_may_be_a_number_of_numpy_and_a_shape_an_iterator(tmp_path: Path) -> None:
-    field = Field((), torch.uint8, torch.float32, np.float32(0.5))
-    assert (field, type(field.scale)) == (Field((), torch.uint8, torch.float32, 0.5), float)
-    buffer = ReplayBuffer(2, {"value": field}, device="cpu")
-    buffer.add(value=[3])
-    buffer.save(tmp_path / "c")
-    assert ReplayBuffer.load(tmp_path / "c", device="cpu").sample(1).value.tolist() == [1.5]
-    assert Field(iter((3, 4)), torch.uint8).shape == (3, 4)  # type: ignore[arg-type]
-
-
 # whose memory it is
-
-
-def test_what_was_added_and_what_was_drawn_are_the_callers_to_change(device: str) -> None:
-    buffer = make(4, Proportional(), device=device)
-    given = {name: value.to(device) for name, value in transitions(range(4)).items()}
-    buffer.add(**given)
-    for tensors in (given, buffer.sample(4), buffer[[0, 1, 2, 3]]):
-        tensors["obs"].fill_(-1)
-    check_rows(buffer[buffer.keys()])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -287,16 +239,21 @@ def test_a_batch_is_a_snapshot(kind: str, device: str) -> None:
     put(buffer, torch.arange(12).reshape(6, 2))
     batches = buffer.sample(4), buffer[[0, 1, 2]]
     before = [{name: value.clone() for name, value in batch.items()} for batch in batches]
-    buffer.update_priorities(put(buffer, torch.zeros(6, 2, dtype=torch.int64)), torch.full((6,), 9.0, device=device))
+    given = torch.zeros(6, 2, dtype=torch.int64, device=device)
+    buffer.update_priorities(put(buffer, given), torch.full((6,), 9.0, device=device))
     buffer.sample(4)
     for batch, old in zip(batches, before, strict=True):
         same(batch, old)
+    # what was added and what was drawn are the caller's to change
+    for own in (given, buffer.sample(4).obs, buffer[buffer.keys()].obs):
+        own.fill_(-1)
+    assert not buffer[buffer.keys()].obs.any()
 
 
 # modes of torch, and processes
 
 
-@pytest.mark.parametrize("sampler", [Proportional(normalize="buffer"), RankBased(), Combined(Proportional())], ids=repr)
+@pytest.mark.parametrize("sampler", [RankBased(), Combined(Proportional(normalize="buffer"))], ids=repr)
 def test_a_default_device_changes_nothing(sampler: Any, tmp_path: Any) -> None:
     """All of a life of both buffers where torch makes tensors elsewhere."""
     flags = {"terminated": np.zeros(2, bool), "truncated": np.ones(2, bool), "reward": np.ones(2, np.float32)}
@@ -336,12 +293,7 @@ CALLS: list[Callable[[ReplayBuffer], Any]] = [
     lambda buffer: fill(buffer, 1),
     lambda buffer: buffer.sample(1),
     lambda buffer: buffer.update_priorities([0], [1.0]),
-    lambda buffer: buffer[0],
     len,
-    lambda buffer: buffer.added,
-    lambda buffer: buffer.clear(),
-    lambda buffer: buffer.stats(),
-    lambda buffer: buffer.state_dict(),
     lambda buffer: buffer.save("/nowhere"),
 ]
 
@@ -362,15 +314,12 @@ def test_calls_in_a_forked_process_are_refused_and_say_what_to_do() -> None:
                 said.append(f"gave {call(buffer)}")
             except BaseException as error:
                 said.append(repr(error))
-        own = make(4)
-        fill(own, 2)
-        os.write(writer, json.dumps([len(own), *said]).encode())
+        os.write(writer, json.dumps([fill(make(4), 2).tolist(), *said]).encode())
         os._exit(0)
     os.waitpid(child, 0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        size, *said = json.load(pipe)
-    assert (size, len(said)) == (2, len(CALLS))
+        own, *said = json.load(pipe)
+    assert (own, len(said)) == ([0, 1], len(CALLS))
     assert [each for each in said if not re.search(r"RuntimeError.*queue.*examples/async_actors\.py", each)] == []
-    fill(buffer, 1)
-    assert len(buffer) == 4
+    assert fill(buffer, 1).tolist() == [3]

@@ -42,7 +42,7 @@ def test_dictionaries_are_the_dotted_names_of_a_transition(device: str) -> None:
     assert all(torch.equal(again[name], batch[name]) for name in nested.fields)
 
 
-@pytest.mark.parametrize("name", ["agent/0", "a-b", "two words", "0", "ünï", "x,y;z%", "a..b", "obs.0", "class", "%2C"])
+@pytest.mark.parametrize("name", ["agent/0", "two words", "ünï", "x,y;z%2C", "a..b", "class"])
 def test_any_name_is_a_field(name: str, device: str, tmp_path: Any) -> None:
     buffer = ReplayBuffer(4, {name: NUMBER}, device=device, sampler=Latest())
     buffer.add(**{name: np.arange(4)})
@@ -54,29 +54,25 @@ def test_any_name_is_a_field(name: str, device: str, tmp_path: Any) -> None:
 def test_dictionaries_with_other_names_are_refused_and_store_nothing(device: str) -> None:
     buffer = ReplayBuffer(4, {"obs": {"a": NUMBER, "b": NUMBER}, "note": NUMBER}, device=device)
     one = np.zeros(1, np.int64)
-    for error, message, obs in (
-        (KeyError, "missing 'obs.b'", {"a": one}),
-        (KeyError, "unknown 'obs.c.d'", {"a": one, "b": one, "c": {"d": one}}),
-        (KeyError, "missing 'obs.a', 'obs.b' and has unknown 'obs'", one),
-        (KeyError, "missing 'obs.a'", {}),
+    for message, obs in (
+        ("missing 'obs.b'", {"a": one}),
+        ("unknown 'obs.c.d'", {"a": one, "b": one, "c": {"d": one}}),
+        ("missing 'obs.a', 'obs.b' and has unknown 'obs'", one),
     ):
-        with pytest.raises(error, match=message):
+        with pytest.raises(KeyError, match=message):
             buffer.add(obs=obs, note=one)
     with pytest.raises(KeyError, match="'obs.a' is given twice"):
         buffer.add(obs={"a": one, "b": one}, **{"obs.a": one}, note=one)
     with pytest.raises((TypeError, KeyError), match=r"dictionary of 'x'|'note.x'"):
         buffer.add(obs={"a": one, "b": one}, note={"x": one})
     assert (len(buffer), buffer.added) == (0, 0)
-    plain = ReplayBuffer(4, {"note": NUMBER}, device=device)
-    with pytest.raises(TypeError, match="'note' must be .* a dictionary of 'x', 'y'"):
-        plain.add(note={"x": one, "y": one})
 
 
 STREAM = {"obs": OBSERVATION, "action": NUMBER}
 
 
-def streams(device: str, fields: Any = STREAM, **settings: Any) -> TrajectoryReplayBuffer:
-    return TrajectoryReplayBuffer(20, 2, fields, autoreset="same_step", sampler=Latest(), device=device, **settings)
+def streams(device: str) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(20, 2, STREAM, autoreset="same_step", sampler=Latest(), device=device)
 
 
 def rows_of(obs: dict[str, Any], ended: list[bool]) -> list[dict[str, Any] | None]:
@@ -149,11 +145,8 @@ def test_final_observations_that_do_not_fit_are_refused(device: str) -> None:
     final = observed(9)
     missing = {"image": final["image"]}
     for error, message, given in (
-        (KeyError, "final_obs.robot.arm", missing),
         (KeyError, "final_obs.sound", final | {"sound": np.zeros(2)}),
         (KeyError, "environment 1 must hold", [rows_of(final, [True] * 2)[0], missing]),
-        (ValueError, "2 rows", [None]),
-        (ValueError, "None for environment 0", objects([None, rows_of(final, [True] * 2)[1]])),
         (TypeError, "3 observation fields", np.zeros((2, 3))),
     ):
         with pytest.raises(error, match=message):

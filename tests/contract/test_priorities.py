@@ -61,7 +61,7 @@ def test_the_smallest_mass_of_the_buffer_is_looked_up_again_after_an_update(devi
         pair.sample(4)
 
 
-@pytest.mark.parametrize("count", [2, 33, 257, 1025, 5000])
+@pytest.mark.parametrize("count", [2, 33, 257, 5000])
 @pytest.mark.parametrize("different", [1, 61])
 def test_the_last_of_a_repeated_key_counts_in_a_long_update(different: int, count: int, device: str) -> None:
     pair = RowPair(61, EXACT, device=device, fields={"action": FIELDS["action"]})
@@ -75,7 +75,7 @@ def test_the_last_of_a_repeated_key_counts_in_a_long_update(different: int, coun
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("alpha", scale([0.0, 0.3, 0.6, 1.0, 1.5], [0.0, 0.6]))
+@pytest.mark.parametrize("alpha", scale([0.0, 0.6, 1.5], [0.0, 0.6]))
 @pytest.mark.parametrize("eps, clip", [(0.0, None), (1e-6, None), (0.1, 2.0), (0.0, 0.5)])
 def test_mass_of_a_priority(alpha: float, eps: float, clip: float | None, kind: str, device: str) -> None:
     settings = Proportional(alpha=alpha, eps=eps, clip=clip)
@@ -120,15 +120,6 @@ def test_saturation_is_counted_and_the_total_cannot_overflow(capacity: int, kind
 # adds steps (see `play`), a tuple one step with a priority of each environment, two lists update keys with priorities
 LIVES: dict[str, tuple[Any, ...]] = {
     "its own priority counts when it is complete": ({"n_step": 2}, [((4,), []), ((8,), []), (".", [4]), (".", [4, 8])]),
-    "the running maximum counts an own priority only when its start is complete": (
-        {"n_step": 2, "capacity": 6},
-        # start 0 was completed while the 64 of start 1 was still waiting; start 2 takes the largest so far
-        [(".", []), ((64,), []), (".", [1]), ("..", [1, 64, 64])],
-    ),
-    "starts completed together take the maximum from before the call": (
-        {"n_step": 4},
-        [(".", []), ((16,), []), (".T", [1, 16, 1, 1]), ("..T", [1, 16, 1, 1, 0, 16, 16])],
-    ),
     "the stored maximum is that of the eligible": (
         {"sampler": STORED, "capacity": 4, "stack": 2},
         [

@@ -6,13 +6,10 @@ the one that changed something, and ask for more than there is and for keys that
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
-import pickle  # noqa: TID251
 import random
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,15 +17,14 @@ import pytest
 import torch
 from devices import device_fixture as device_fixture
 from devices import host_only, scale
-from hindsight_oracle import ACHIEVED, DESIRED, GOALS, hindsight, reward_of
+from hindsight_oracle import DESIRED, GOALS, hindsight, reward_of
 from programs import any_program, run
 from refusals import LOSSY, REFUSALS, whole_state
-from transitions import EXACT, NUMBER, make
+from transitions import NUMBER
 
 from gpu_replay import (
     Combined,
     Field,
-    Hindsight,
     LinearSchedule,
     Proportional,
     RankBased,
@@ -58,26 +54,13 @@ LIVED = (("same_step", 0), ("next_step", 6), ("disabled", 25))
 @pytest.mark.parametrize("sampler", scale(SAMPLED, SAMPLED[:1]))
 def test_a_refused_call_names_what_is_wrong_and_changes_nothing(sampler: str, kind: str, device: str) -> None:
     known = [refusal for refusal in REFUSALS if kind in refusal.kinds]
-    assert len(known) > 90
+    assert len(known) > 80
     for autoreset, calls in scale(LIVED, LIVED[-1:]):
         buffer = filled(kind, sampler, device, calls, autoreset=autoreset, final_capacity=None)
         before = whole_state(buffer)
         for refusal in known:
             refusal.check(buffer)
         assert whole_state(buffer) == before
-
-
-@pytest.mark.slow
-def test_a_tensor_that_is_only_pretended_is_refused() -> None:
-    """What makes it takes seconds to import."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        pretended = torch.ones(1, 2)
-    buffer = make(4, device="cpu", obs=OBS)
-    with pytest.raises(TypeError, match="obs.*found"):
-        buffer.add(obs=pretended)
-    assert buffer.added == 0
 
 
 # settings: what the message names is the setting and its value
@@ -102,16 +85,14 @@ def goals(**changed: Any) -> TrajectoryReplayBuffer:
 RESULTS = ("obs", "action", "reward", "terminated", "truncated")
 HUGE, NAN, INF = 10**400, float("nan"), float("inf")
 WRONG: list[tuple[Any, Any, dict[str, list[Any]]]] = [
-    (steps, ValueError, {"capacity": [0, -5], "num_envs": [0, -1], "stack": [0, -2], "n_step": [0, -2]}),
+    (steps, ValueError, {"capacity": [0], "num_envs": [0], "stack": [0], "n_step": [0]}),
     # no observation field has a height and a width to be shifted by two pixels
     (steps, ValueError, {"gamma": [-0.1, 1.1, NAN], "random_shift": [-1, 2]}),
-    (steps, TypeError, {"capacity": [12.0, True], "num_envs": [1.5, True, "3"], "gamma": ["0.9", True], "seed": [0.5]}),
-    (steps, TypeError, {"stack": [2.0, None, True], "n_step": [2.0, None, True], "random_shift": [1.5]}),
-    (steps, LOSSY, {"autoreset": ["never", "nextstep", None], "padding": ["edge", 0], "sampler": ["uniform", Uniform]}),
+    (steps, TypeError, {"num_envs": [1.5], "gamma": ["0.9"], "stack": [2.0], "n_step": [True], "random_shift": [1.5]}),
+    (steps, LOSSY, {"autoreset": ["never"], "padding": ["edge"], "sampler": ["uniform", Uniform]}),
     (finals, ValueError, {"final_capacity": [-1]}),
-    (finals, TypeError, {"final_capacity": [2.5]}),
     (rows, ValueError, {"capacity": [0, -1]}),
-    (rows, TypeError, {"capacity": [True, 2.5, "9"], "sampler": ["uniform", Uniform], "seed": [0.5]}),
+    (rows, TypeError, {"capacity": [True, 2.5], "seed": [0.5]}),
     (rows, (ValueError, RuntimeError, TypeError), {"device": ["abacus"]}),
     *(
         (kind, error, settings)
@@ -124,8 +105,8 @@ WRONG: list[tuple[Any, Any, dict[str, list[Any]]]] = [
     ),
     (Proportional, ValueError, {"eps": [-1e-9], "clip": [0.0]}),
     (Uniform, TypeError, {"replacement": ["no"]}),
-    (hindsight, TypeError, {"achieved": [3], "reward_fn": [None], "terminated_fn": [1.0], "ratio": ["all", True]}),
-    (hindsight, ValueError, {"ratio": [1.01, -0.1, NAN], "strategy": ["random"]}),
+    (hindsight, TypeError, {"achieved": [3], "reward_fn": [None], "terminated_fn": [1.0]}),
+    (hindsight, ValueError, {"ratio": [1.01, -0.1], "strategy": ["random"]}),
     (goals, TypeError, {"relabel": [reward_of]}),
     (goals, ValueError, {"n_step": [2]}),
 ]
@@ -146,42 +127,27 @@ BUILT: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: steps(stack=13), ValueError, r"stack=13 is longer than the ring.*capacity 12.*at least 39"),
     (lambda: steps(n_step=7, num_envs=2), ValueError, r"n_step=7 is longer than the ring.*6 steps of each of the 2"),
     (lambda: steps(stack=2**31), ValueError, "must be at most"),
-    (lambda: steps(n_step=2**31), ValueError, "must be at most"),
     *((lambda make=make: make(fields={}), ValueError, "(?i)field") for make in (rows, steps)),
-    *((lambda make=make: make(fields=[OBS, ACTION]), TypeError, "(?i)field") for make in (rows, steps)),
-    *((lambda make=make: make(fields=STEP | {"obs": torch.float32}), TypeError, "obs") for make in (rows, steps)),
-    *(
-        (lambda name=name: rows(fields={name: SCALAR}), ValueError, "a string")
-        for name in ("", ".", "a.", ".a", 3, None)
-    ),
+    (lambda: rows(fields=[OBS, ACTION]), TypeError, "(?i)field"),
+    (lambda: rows(fields={"obs": torch.float32}), TypeError, "obs"),
+    *((lambda name=name: rows(fields={name: SCALAR}), ValueError, "a string") for name in ("", "a.", ".a", 3)),
     (lambda: steps(fields={"action": ACTION}), (ValueError, KeyError), r"obs"),
     (lambda: steps(fields={"obs": OBS}), (ValueError, KeyError), r"action"),
-    (lambda: steps(fields={"observation": OBS, "action": ACTION}), (ValueError, KeyError), r"'?obs\b"),
     (lambda: steps(fields=STEP | {"obs.image": OBS}), (ValueError, KeyError), r"obs.image|obs"),
     (lambda: rows(fields={"obs": Field((2,), torch.complex64)}), LOSSY, "complex64"),
     (lambda: Field((2,), np.float32), TypeError, "dtype"),
-    (lambda: Field(4, torch.float32), LOSSY, "4"),
     (lambda: Field((3, -1), torch.float32), ValueError, "-1"),
     *((lambda scale=scale: Field((), torch.uint8, None, scale), ValueError, "scale") for scale in (NAN, HUGE)),
     (lambda: Combined(Uniform(), newest=0), ValueError, "newest"),
-    (lambda: Combined(Uniform(), newest=1.5), TypeError, "newest"),
     (lambda: Combined("uniform"), TypeError, "base"),
     (lambda: LinearSchedule(0.4, 1.0, 0), ValueError, "steps"),
     (lambda: LinearSchedule(0.4, INF, 10), ValueError, "end"),
-    (lambda: LinearSchedule("0.4", 1.0, 10), TypeError, "start"),
-    *((lambda start=start: LinearSchedule(start, 1.0, 5), ValueError, "must be finite") for start in (HUGE, -HUGE)),
     (lambda: steps(num_envs=1).extend(**dict.fromkeys(RESULTS, np.ones((9, 2)))), ValueError, r"value\[:, None\]"),
-    (lambda: Hindsight(), TypeError, "reward_fn"),
+    (lambda: rows().load("anywhere"), TypeError, r"ReplayBuffer\.load\(.*load_state_dict"),
     *((lambda n=n: hindsight(desired=n), ValueError, "two fields") for n in ("achieved_goal", "obs.achieved_goal")),
     (lambda: goals(relabel=hindsight(achieved="reached")), ValueError, "relabel needs the field 'obs.reached'"),
-    (lambda: goals(relabel=hindsight(desired="obs.wanted")), ValueError, "relabel needs the field 'obs.wanted'"),
-    (lambda: goals(fields=STEP), ValueError, "obs.achieved_goal"),
     (lambda: goals(fields=GOALS | {DESIRED: Field((3,), torch.int16)}), ValueError, r"one shape and dtype.*\(3,\)"),
     (lambda: goals(fields=GOALS | {DESIRED: Field((2,), torch.int32)}), ValueError, "one shape and dtype.*int32"),
-    (
-        lambda: goals(random_shift=2, fields=GOALS | dict.fromkeys((ACHIEVED, DESIRED), Field((4, 4), torch.uint8))),
-        *(ValueError, "random_shift=2 moves"),
-    ),
 ]
 
 
@@ -204,10 +170,6 @@ def test_names_that_would_hide_something_are_reserved(name: str) -> None:
     if name in RESERVED:
         with pytest.raises(ValueError, match=f"'{name}' is reserved"):
             ReplayBuffer(4, {name: SCALAR}, device="cpu")
-    # inside of a dictionary they can be reached
-    buffer = ReplayBuffer(4, {"obs": {name: SCALAR}}, device="cpu")
-    buffer.add(obs={name: [7]})
-    assert buffer.sample(1)["obs"][name].tolist() == [7]
 
 
 @pytest.mark.parametrize("sampler", [Uniform(), Proportional()], ids=repr)
@@ -219,42 +181,8 @@ def test_what_does_not_fit_is_refused_with_a_table_of_fields(sampler: Any, devic
         assert re.search(rf"(?m)^.*\b{name}\b.*\d", str(refused.value)), f"no line for {name}"
 
 
-# processes, instances, spaces and transforms
-
-
-@pytest.mark.parametrize("transform, given", [("grad", torch.tensor(2.0)), ("vmap", torch.ones(2))])
-def test_calls_within_a_transform_of_torch_are_refused(transform: str, given: torch.Tensor) -> None:
-    """There tensors have no memory that could be read."""
-    buffer = make(4, EXACT, device="cpu", a=SCALAR)
-    keys = buffer.add(a=torch.ones(3))
-    for call in (
-        lambda value: buffer.add(a=value.reshape(1)),
-        lambda value: buffer.update_priorities(keys[:1], value.reshape(1)),
-    ):
-        with pytest.raises(TypeError, match=r"memory.*torch\.func"):
-            getattr(torch.func, transform)(call)(given)
-    assert buffer.added == 3
-
-
 @host_only
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_buffer_is_not_given_to_a_process_that_is_started(method: str) -> None:
-    buffer, context = filled("rows"), multiprocessing.get_context(method)
-    for arguments in ((buffer,), ({"nested": [buffer]},)):
-        child = context.Process(target=print, args=arguments)
-        with pytest.raises(RuntimeError, match="its copy would add rows that nobody sees.*through a queue"):
-            child.start()
-    # pickling elsewhere goes on
-    for other in (pickle.loads(pickle.dumps(buffer)), copy.deepcopy(buffer)):
-        assert torch.equal(other.sample(3).key, copy.deepcopy(buffer).sample(3).key)
-
-
-@host_only
-@pytest.mark.parametrize("kind", ["rows", "steps"])
-def test_load_of_an_instance_is_refused(kind: str, tmp_path: Path) -> None:
-    buffer = filled(kind)
-    buffer.save(tmp_path / "c")
-    name = type(buffer).__name__
-    with pytest.raises(TypeError, match=rf"{name}\.load\(.*load_state_dict"):
-        buffer.load(tmp_path / "c")
-    assert type(buffer).load(tmp_path / "c", "cpu").added == buffer.added
+def test_a_buffer_is_not_given_to_a_process_that_is_started() -> None:
+    child = multiprocessing.get_context("spawn").Process(target=print, args=({"nested": [filled("rows")]},))
+    with pytest.raises(RuntimeError, match="its copy would add rows that nobody sees.*through a queue"):
+        child.start()
