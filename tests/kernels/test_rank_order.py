@@ -20,7 +20,7 @@ CODES = [1, 2, 3, 2**20, 2**20 + 1, 2**52, 2**62, 2**62 + 1, 0x7FF0000000000000]
 # masses
 
 
-@pytest.mark.parametrize("alpha, slots", [(0.0, 2), (0.3, 97), (0.7, 10_007), (1.0, 1), (50.0, 1000), (0.7, 3_000_001)])
+@pytest.mark.parametrize("alpha, slots", [(0.0, 2), (0.3, 97), (0.7, 10_007), (1.0, 1), (50.0, 1000), (0.7, 1_000_003)])
 def test_masses_of_ranks_fall_as_a_power_of_the_rank(slots: int, alpha: float) -> None:
     sums = cumulative_masses(slots, alpha)
     masses = np.diff(sums, prepend=0)
