@@ -126,9 +126,9 @@ def check_fields(fields: object) -> dict[str, Field]:
     """The fields as a flat dict of their own, or TypeError / ValueError / KeyError that says which one is wrong."""
     if not isinstance(fields, Mapping):
         raise TypeError(f"fields must be a dict of name to Field; found {type(fields).__name__}.")
-    if not fields:
-        raise ValueError('fields must name at least one Field, such as {"obs": Field((4,), torch.float32)}.')
     flat = flattened(fields)
+    if not flat:
+        raise ValueError('fields must name at least one Field, such as {"obs": Field((4,), torch.float32)}.')
     for name, field in flat.items():
         if not isinstance(name, str) or not name or name[0] == "." or name[-1] == ".":
             raise ValueError(

@@ -14,6 +14,12 @@ def _flag(owner: str, name: str, value: object) -> None:
         raise TypeError(f"{owner} {name} must be True or False; found {value!r}.")
 
 
+def _put(settings: object, **numbers: float | None) -> None:
+    """Let the frozen settings hold plain numbers, of whatever type those were that were given."""
+    for name, number in numbers.items():
+        object.__setattr__(settings, name, number)
+
+
 @dataclass(frozen=True)
 class LinearSchedule:
     """Goes from `start` to `end` in `steps` equal steps, then stays at `end`.
@@ -29,9 +35,12 @@ class LinearSchedule:
     steps: int
 
     def __post_init__(self) -> None:
-        check_float("LinearSchedule start", self.start, -math.inf)
-        check_float("LinearSchedule end", self.end, -math.inf)
-        check_int("LinearSchedule steps", self.steps, 1)
+        _put(
+            self,
+            start=check_float("LinearSchedule start", self.start, -math.inf),
+            end=check_float("LinearSchedule end", self.end, -math.inf),
+            steps=check_int("LinearSchedule steps", self.steps, 1),
+        )
 
     def __call__(self, step: int) -> float:
         """The value after `step` samples."""
@@ -79,9 +88,8 @@ class Proportional:
 
     def __post_init__(self) -> None:
         _check_prioritized(self)
-        check_float("Proportional eps", self.eps)
-        if self.clip is not None:
-            check_float("Proportional clip", self.clip, above=True)
+        clip = None if self.clip is None else check_float("Proportional clip", self.clip, above=True)
+        _put(self, eps=check_float("Proportional eps", self.eps), clip=clip)
 
 
 @dataclass(frozen=True)
@@ -111,17 +119,17 @@ class RankBased:
 def _check_prioritized(sampler: Proportional | RankBased) -> None:
     """Check the settings that both samplers have, or raise TypeError / ValueError."""
     owner = type(sampler).__name__
-    check_float(f"{owner} alpha", sampler.alpha)
+    _put(sampler, alpha=check_float(f"{owner} alpha", sampler.alpha))
     if isinstance(sampler.beta, LinearSchedule):
         check_float(f"{owner} beta.start", sampler.beta.start)
         check_float(f"{owner} beta.end", sampler.beta.end)
     else:
-        check_float(f"{owner} beta", sampler.beta)
+        _put(sampler, beta=check_float(f"{owner} beta", sampler.beta))
     if isinstance(sampler.initial, str):
         if sampler.initial not in ("running", "stored"):
             raise ValueError(f"{owner} initial must be 'running', 'stored' or a number; found {sampler.initial!r}.")
     else:
-        check_float(f"{owner} initial", sampler.initial)
+        _put(sampler, initial=check_float(f"{owner} initial", sampler.initial))
     check_choice(f"{owner} normalize", sampler.normalize, ("batch", "buffer"))
     _flag(owner, "stratified", sampler.stratified)
 
@@ -148,7 +156,7 @@ class Combined:
             raise TypeError(
                 f"Combined base must be Uniform(...), Proportional(...) or RankBased(...); found {self.base!r}."
             )
-        check_int("Combined newest", self.newest, 1)
+        _put(self, newest=check_int("Combined newest", self.newest, 1))
 
 
 Sampler = Uniform | Proportional | RankBased | Latest | Combined

@@ -75,8 +75,8 @@ class TrajectoryReplayBuffer(Buffer):
     autoreset:      what follows an ending: with "next_step" (Gymnasium's default) a step that carries the final
                     observation, with "same_step" and "disabled" the new episode's first; or Gymnasium's AutoresetMode.
     padding:        frames before an episode's first: "reset" repeats the first, "zero" is zeros (as ALE's own stacks).
-    random_shift:   largest random shift of the images in `obs` and `next_obs`, in pixels, with edges repeated (DrQ);
-                    fields with fewer than two dimensions are not shifted.
+    random_shift:   largest random shift of the images in `obs` and `next_obs`, in pixels, with edges repeated (DrQ):
+                    of (..., height, width); fields with fewer than two dimensions are not shifted.
     sampler:        Uniform, Proportional, RankBased, Latest or Combined.
     device:         by default "cuda" if torch finds a CUDA device, else "cpu".
     seed:           of the random stream.
@@ -314,9 +314,12 @@ class TrajectoryReplayBuffer(Buffer):
         CUDA it waits for the device, and keeps a copy of what it overwrites until it returns. Raises as `add` does, and
         nothing is stored by a call that raises.
         """
+        if self._stream_order.capturing():
+            raise RuntimeError("extend waits for the device and cannot be captured in a CUDA graph; use add.")
         fields, named = self._named(fields)
         if named:
-            final_obs = {name.removeprefix("obs."): value for name, value in named.items()}
+            given = final_obs if isinstance(final_obs, dict) else {}
+            final_obs = {**given, **{name.removeprefix("obs."): value for name, value in named.items()}}
         values: dict[str, Any] = {}
         for name, field in self._step_fields.items():
             steps = len(next(iter(values.values()))) if values else None

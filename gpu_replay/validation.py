@@ -71,7 +71,8 @@ def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
     array = _array_from(name, value)
     if array.dtype not in TORCH_OF:
         return torch.from_numpy(_storable(name, array))
-    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+    # torch takes neither negative strides nor those of a packed record
+    if not array.flags.writeable or any(stride < 0 or stride % array.itemsize for stride in array.strides):
         array = array.copy()
     return torch.from_numpy(array)
 
@@ -174,7 +175,7 @@ def as_stored(name: str, value: np.ndarray | Tensor, dtype: torch.dtype) -> np.n
     # the square of the largest float32 is no larger; a sum that is not a number is looked at again
     if rule == "lossless" or (rule == "same kind" and target == np.float32 and np.vdot(value, value) < 1e76):
         return value.astype(target)
-    return cast(name, torch.from_numpy(np.require(value, requirements="W")), dtype).numpy()
+    return cast(name, as_tensor(name, value, torch.device("cpu")), dtype).numpy()
 
 
 Checks = list[tuple[str, Field, "np.dtype[Any]", tuple[int, ...]]]
@@ -300,7 +301,8 @@ def final_columns(value: Any, observations: Sequence[str], num_envs: int) -> dic
     if isinstance(value, DICTIONARIES) or (isinstance(value, tuple) and has_items("obs", observations)):
         columns = flattened({"obs": value}, observations)
         # Gymnasium puts a mask `_NAME` of the environments beside each NAME
-        return {name: column for name, column in columns.items() if not name.rpartition(".")[2].startswith("_")}
+        own = {name: each for name, each in columns.items() if not name.rpartition(".")[2].startswith("_")}
+        return own | {name: columns[name] for name in observations if name in columns}
     if not isinstance(value, (list, tuple)) and not (isinstance(value, np.ndarray) and value.dtype == object):
         raise TypeError(
             f"'final_obs' of {len(observations)} observation fields must be a dictionary of them, or one for each "

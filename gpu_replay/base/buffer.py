@@ -344,6 +344,8 @@ class Buffer(ABC):
                 raise
 
     def _forget_all(self) -> None:
+        # a sample that another thread is still making has nothing to take back
+        self._draws.mark()
         self._state.clear()
         if self._stream_order.interrupted:
             # the counts of the host may be wrong, and what is known of the last steps
@@ -568,6 +570,7 @@ class Buffer(ABC):
         except BaseException:
             self._forget_all()
             raise
+        self._draws.mark()
         self._stream_order.interrupted = False
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -138,13 +138,13 @@ def of_checkpoint(path: str | os.PathLike[str]) -> BufferReport:
         columns = {name: saved.read(name) for name in saved.tensor_names if name in _OF_ROWS}
 
         def slots_of(part: Part) -> tuple[Any, Tensor]:
-            return slice(None), torch.arange(part.start, part.stop)
+            return slice(None), torch.arange(part.start, part.stop, device="cpu")
 
         def rows(name: str, slots: np.ndarray) -> Tensor:
             return _stored_rows(saved, [name], slots_of, slots)
 
         return _report(manifest["settings"], manifest["counters"], columns, rows)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the manifest is not of a replay buffer: {error}") from None
 
 

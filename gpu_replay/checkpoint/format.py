@@ -16,6 +16,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +239,8 @@ def write_shards(folder: Path, plan: list[tuple[Part, ...]], tensors: Mapping[st
         place, sha256 = hashed
         earlier = in_force[_rows_of(plan[place])]
         if sha256 == earlier.sha256:
-            stored(earlier)
+            # the whole tensor may have grown or shrunk around these rows
+            stored(replace(earlier, parts=plan[place]))
         else:
             hashes[place] = sha256
 

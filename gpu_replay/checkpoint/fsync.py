@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,4 +86,7 @@ def save_lock(folder: Path, target: Path) -> Iterator[None]:
             )
         yield
     finally:
+        # a process that was forked meanwhile has the descriptor as well
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

@@ -94,7 +94,7 @@ class JointCheckpoint:
         spans, slots = self._spans(), self.capacity // self.ranks
         added, size = sum(end for _, end in spans), sum(end - first for first, end in spans)
         first, end = spans[rank]
-        slot = torch.arange(part.start, part.stop)
+        slot = torch.arange(part.start, part.stop, device="cpu")
         head = end % slots
         local = slot + (end - head) - slots * (slot >= head)
         key = local * self.ranks + rank

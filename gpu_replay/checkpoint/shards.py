@@ -18,8 +18,8 @@ import re
 import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -167,9 +167,15 @@ def in_parallel(work: Callable[[Item], Result], items: Sequence[Item], done: Cal
         return
     with ThreadPoolExecutor(WORKERS) as pool:
         try:
-            futures = [pool.submit(work, item) for item in items]
+            futures: list[Future[Result]] = []
+            # an interpreter that is ending starts no threads
+            with suppress(RuntimeError):
+                for item in items:
+                    futures.append(pool.submit(work, item))
             for future in futures:
                 done(future.result())
+            for item in items[len(futures) :]:
+                done(work(item))
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise

@@ -83,7 +83,7 @@ def restore(buffer: BufferState, state: Mapping[str, Any], changing: AbstractCon
         check_version("the state has version", state["version"], VERSION)
     except CheckpointError as error:
         raise ValueError(str(error)) from None
-    check_int("the state's seed", state["seed"])
+    seed = check_int("the state's seed", state["seed"])
     for name in ("settings", "counters", "tensors"):
         if not isinstance(state[name], Mapping):
             raise TypeError(f"the state's {name} must be a dictionary; found {type(state[name]).__name__}.")
@@ -111,7 +111,7 @@ def restore(buffer: BufferState, state: Mapping[str, Any], changing: AbstractCon
         for name, view in views.items():
             # else the ring would take part in the graph of a tensor that requires gradients
             view.copy_(tensors[name].detach())
-        buffer.finish(counters, state["seed"])
+        buffer.finish(counters, seed)
 
 
 def save(buffer: BufferState, path: str | PathLike[str]) -> None:

@@ -94,8 +94,8 @@ def report(
         backend = choose(device)
         fields = check_fields(_named(options.field)) if stored is None else dict(stored())
         if options.num_envs is not None:
-            capacity -= capacity % options.num_envs
             sizes = stream_sizes(capacity, options.num_envs, fields, options.autoreset, sampler, backend)
+            capacity -= capacity % options.num_envs
         else:
             fields = fields if stored is None else _classic(fields)
             sizes = estimate(capacity, _stacked(fields, options.stack), sampler, backend)

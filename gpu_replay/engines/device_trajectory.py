@@ -155,14 +155,14 @@ class TrajectoryDeviceEngine:
         from gpu_replay.engines.stream_mirror import StreamMirror
 
         draws = self.draws
-        if draws.capturing():
-            raise RuntimeError("extend waits for the device and cannot be captured in a CUDA graph; use add.")
         with draws.ordered():
             numbers = None if priorities is None else priorities.detach().cpu().double().numpy()
             mirror = StreamMirror(self._storage, draws, self._powers)
             before = self._overwritten_by(keys.numel())
             try:
                 kept = mirror.add(terminated, truncated, numbers, finals)
+                # from here on a second interrupt, while the first one is handled, leaves rows of two times
+                draws.stream_order.interrupted = True
                 self._write_steps(values, len(terminated))
                 if finals is not None and kept.pool.size:
                     sources, pool = torch.from_numpy(kept.given), torch.from_numpy(kept.pool)
@@ -171,6 +171,7 @@ class TrajectoryDeviceEngine:
                         self._storage.finals[name][pool.to(draws.device)] = rows.to(draws.device)
                 mirror.write_back()
                 self.on_replay(keys.numel())
+                draws.stream_order.interrupted = False
             except BaseException:
                 draws.stream_order.settle()
                 for tensor, copy in before:

@@ -32,6 +32,7 @@ from gpu_replay.ops.draw import (
 )
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ranks import HostRanks
+from gpu_replay.ops.ring import plain
 from gpu_replay.samplers import LinearSchedule
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -242,7 +243,7 @@ class HostSampler:
             first, added = self.span()
             self.counters[Counter.STALE] += np.count_nonzero((keys < first) | (keys >= added))
         else:
-            rule, contiguous = self.state.rule, np.ascontiguousarray(keys)
+            rule, contiguous = self.state.rule, plain(keys)
             settings = rule.limit, self._capacity, self.state.tracks_eligibility
             masses = rule.uncut(priorities)
             tree_loops.update.ready()(contiguous, masses, *settings, self.counters, *self._tree.host)

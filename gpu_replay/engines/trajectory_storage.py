@@ -51,8 +51,9 @@ def stream_shape(
 ) -> StreamShape:
     """The shape of a ring with these settings, or TypeError / ValueError.
 
-    final_capacity: None for one final observation per slot where they are small or few, else fewer: of frames of 84x84
-                    bytes 445, and 4.5 per 1,000 steps of a ring of more than 98,000.
+    final_capacity: None for one final observation per slot where they are small or few, else fewer, one per
+                    environment at least: of frames of 84x84 bytes 445, and 4.5 per 1,000 steps of a ring of more than
+                    98,000.
     """
     asked, envs = check_capacity(capacity), check_int("num_envs", num_envs, 1)
     if asked < envs:
@@ -60,7 +61,7 @@ def stream_shape(
     steps = asked // envs
     slots = steps * envs
     row = sum(fields[name].row_bytes for name in observation_names(fields))
-    finals = min(slots, max(_FINALS_AT_LEAST, slots * _FINALS_PER_STEP) // row)
+    finals = min(slots, max(envs, max(_FINALS_AT_LEAST, slots * _FINALS_PER_STEP) // row))
     if final_capacity is not None:
         finals = min(check_int("final_capacity", final_capacity, 0), slots)
     next_step = check_choice("autoreset", autoreset, get_args(Autoreset)) == "next_step"
@@ -108,6 +109,8 @@ def trajectory_estimate(
 ) -> dict[str, int]:
     """Bytes that a trajectory buffer will take, by name."""
     sizes = estimate(shape.slots, {**fields, "reward": REWARD}, sampler, backend)
+    # rows of steps are not packed
+    sizes.pop("alignment", None)
     sizes["streams"] = stream_bytes(shape, backend)
     if shape.finals:
         sizes["final_obs"] = shape.finals * sum(fields[name].row_bytes for name in observation_names(fields))

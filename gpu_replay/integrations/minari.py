@@ -30,7 +30,8 @@ def from_minari(dataset: MinariDataset | str, capacity: int | None = None, **set
               because the last observation of an episode takes a row of its own.
     settings: arguments of `TrajectoryReplayBuffer.from_spaces`: n_step, stack, sampler, device, seed, dtypes.
 
-    Raises TypeError for spaces without a fixed shape, such as Text; FileNotFoundError for a name not found here.
+    Raises TypeError for spaces without a fixed shape, such as Text, ValueError for an episode that goes on after it
+    ended, FileNotFoundError for a name not found here.
     """
     if isinstance(dataset, str):
         dataset = minari.load_dataset(dataset)
@@ -41,6 +42,8 @@ def from_minari(dataset: MinariDataset | str, capacity: int | None = None, **set
         # one row more than there are actions: it carries the last observation
         steps = {"action": episode.actions, "reward": np.asarray(episode.rewards, np.float32)}
         steps |= {"terminated": episode.terminations, "truncated": episode.truncations.copy()}
+        if (steps["terminated"] | steps["truncated"])[:-1].any():
+            raise ValueError(f"episode {episode.id} goes on after a step that ended it; split it in the dataset.")
         # the episode ends where the recording does
         steps["truncated"][-1] |= not steps["terminated"][-1]
         steps = tree_map(lambda column: np.concatenate([column, np.zeros_like(column[:1])]), steps)

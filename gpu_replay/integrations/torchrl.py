@@ -220,5 +220,5 @@ def _field(parts: tuple[str, ...]) -> str:
 
 def _of_rows(priority: Any) -> Tensor:
     """One number per row: the largest magnitude in the row."""
-    found = torch.as_tensor(priority).detach().abs()
+    found = (priority if isinstance(priority, Tensor) else torch.as_tensor(priority, device="cpu")).detach().abs()
     return found.flatten(1).amax(1) if found.dim() > 1 else found.reshape(-1)

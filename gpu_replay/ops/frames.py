@@ -73,7 +73,7 @@ def gather_stacks(
     sides = converted[:batch], converted[batch:]
     # large enough that several threads gather it, and torch's own ones convert it, where there are any
     size = _PIECE if threads_for(converted.nbytes) == 1 else 4 * _PIECE
-    piece = min(max(1, size // max(1, 2 * stack * field.row_bytes)), batch)
+    piece = max(1, min(size // max(1, 2 * stack * field.row_bytes), batch))
     memory = np.empty((2 * piece, *shape[1:]), frames.dtype)
     for begin in range(0, batch, piece):
         end = min(begin + piece, batch)

@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from gpu_replay.loops import tree as loops
+from gpu_replay.ops.ring import plain
 
 UNIT = float(2**20)
 # priorities below this count as this: log2 of zero has no value
@@ -64,7 +65,7 @@ class MassRule:
         of a compiler may round otherwise.
         """
         x = np.empty(priorities.size)
-        loops.shifted.ready()(np.ascontiguousarray(priorities), self.eps, self.clip, self.least, x)
+        loops.shifted.ready()(plain(priorities), self.eps, self.clip, self.least, x)
         np.log2(x, x)
         x *= self.alpha
         np.minimum(x, TOP_EXPONENT, out=x)

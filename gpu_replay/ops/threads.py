@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -60,7 +61,11 @@ def in_parts(work: Callable[[int, int], object], count: int, threads: int) -> No
                 return
             work(*piece)
 
-    helpers = [_pool.submit(run) for _ in range(min(threads, count) - 1)]
+    helpers: list[Future[None]] = []
+    # an interpreter that is ending starts no threads: this one does it all
+    with suppress(RuntimeError):
+        for _ in range(min(threads, count) - 1):
+            helpers.append(_pool.submit(run))
     errors: list[BaseException | None] = []
     try:
         run()

@@ -16,7 +16,7 @@ from gpu_replay.base.refusals import class_only
 from gpu_replay.base.state import config_of
 from gpu_replay.batch import Batch
 from gpu_replay.checkpoint.joint import KIND, JointCheckpoint
-from gpu_replay.engines.placement import StoragePath
+from gpu_replay.engines.placement import StoragePath, check_placement
 from gpu_replay.engines.sampler_plan import SamplerPlan, plan_of
 from gpu_replay.engines.storage import UNIFORM, check_capacity
 from gpu_replay.fields import Field, check_fields
@@ -95,6 +95,7 @@ class ShardedReplayBuffer:
             slots = check_capacity(capacity)
             if slots < ranks:
                 raise ValueError(f"capacity must be at least 1 on each of {ranks} ranks; found {slots}.")
+            check_placement(self._group.device, storage_device, storage_path)
             self._mode = validation.check_choice("mode", mode, ("local", "global"))
             self._fields, self._sampler, self._plan = check_fields(fields), sampler, plan_of(sampler)
             _check_plan(self._plan, sampler, self._mode)
@@ -402,7 +403,11 @@ class ShardedReplayBuffer:
 
     def close(self) -> None:
         """Release the process group; afterwards only calls on the rank's own shard work. Collective."""
-        self._group.close()
+        try:
+            if self._group.works:
+                self._settle()
+        finally:
+            self._group.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a ShardedReplayBuffer belongs to its process group and cannot be copied; save and load it.")

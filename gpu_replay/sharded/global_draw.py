@@ -124,7 +124,7 @@ def exchanged(
     lows = torch.stack([part[:HEADER].clone().view(torch.int64)[0] for part in received])
     chance = min(max(dealt.chance - rank * batch, 0), batch)
     probability, weight = _weighed(plan, mass[:chance], int(lows.min()), dealt.total, beta)
-    sure = torch.ones(batch - chance, dtype=torch.float32)
+    sure = torch.ones(batch - chance, dtype=torch.float32, device="cpu")
     named = {"probability": torch.cat([probability, sure]), "weight": torch.cat([weight, sure])}
     return {**tensors, "key": key.contiguous(), **{name: each.to(shard.device) for name, each in named.items()}}
 
@@ -132,7 +132,8 @@ def exchanged(
 def _weighed(plan: SamplerPlan, masses: Tensor, lowest: int, total: int, beta: float) -> tuple[Tensor, Tensor]:
     """Probabilities and weights of (n,) masses, computed on the host as a single buffer computes them."""
     if plan.kind != "mass":
-        return torch.full(masses.shape, 1 / total, dtype=torch.float32), torch.ones(masses.shape)
+        of_each = torch.full(masses.shape, 1 / total, dtype=torch.float32, device="cpu")
+        return of_each, torch.ones_like(of_each)
     array = masses.cpu().numpy()
     probability = (array / total).astype(np.float32)
     return torch.from_numpy(probability), torch.from_numpy(importance_weights(array, lowest, beta))

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpu_replay.base.refusals import refuse_in_forks
 from gpu_replay.checkpoint.config import difference
 from gpu_replay.engines.storage import check_device
 from gpu_replay.validation import check_float
@@ -101,7 +102,8 @@ class Group:
             raise ValueError("this process is not a rank of the group; make the buffer on the ranks of it alone.")
         self._ranks = dist.get_process_group_ranks(world)
         self.rank, self.size = dist.get_rank(world), len(self._ranks)
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
+        refuse_in_forks(self)
         self._failed: str | None = None
         config = str(dist.get_backend_config(world))
         self._wrong: Exception | None = None
@@ -127,6 +129,16 @@ class Group:
                 self._group = dist.new_group(self._ranks, timeout=limit, backend=self._backend)
             self._owned = True
         self._place = self.device
+
+    @property
+    def works(self) -> bool:
+        """Whether it was neither closed nor fell out of step."""
+        return self._failed is None
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by one call at a time."""
+        return self._lock
 
     def close(self) -> None:
         """Release the process group; calls that need it raise RuntimeError from then on."""

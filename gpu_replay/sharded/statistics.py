@@ -18,7 +18,7 @@ _COUNTS = ("size", "added", "eligible", "stale_updates", "rejected_priorities", 
 def numbers_of(stats: Stats, total: int) -> Tensor:
     """The statistics of one shard and the total of its masses, as the bits of float64."""
     numbers = [float(getattr(stats, name)) for name in _NAMES]
-    return torch.tensor([*numbers, float(total)], dtype=torch.float64).view(torch.int64)
+    return torch.tensor([*numbers, float(total)], dtype=torch.float64, device="cpu").view(torch.int64)
 
 
 def combined(table: Tensor) -> Stats:

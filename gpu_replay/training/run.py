@@ -335,7 +335,9 @@ def refill(buffer: TrajectoryReplayBuffer, parts: Sequence[Path], rank: int) -> 
         found = [dict(batch.items()) for batch in batches]
         if not isinstance(buffer.sampler, gpu_replay.Uniform):
             for each, columns in zip(saved, found, strict=True):
-                columns["priority"] = each.priorities(columns["key"])
+                found_here = each.priorities(columns["key"])
+                # a start whose window is still open has none
+                columns["priority"] = found_here.where(found_here > 0, found_here.max())
         moved: dict[str, Tensor] = {}
         for name in found[0].keys() - {"key"}:
             grids = [

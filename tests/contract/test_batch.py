@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree
 from transitions import EXACT, check_rows, fill, make, same
 
-from gpu_replay import Batch, Proportional, ReplayBuffer, Stats
+from gpu_replay import Batch, Field, Proportional, ReplayBuffer, Stats, TrajectoryReplayBuffer
 
 pytestmark = pytest.mark.contract
 
@@ -159,6 +159,9 @@ def test_no_keys_give_a_batch_of_no_rows(device: str) -> None:
     for keys in (buffer.keys(), []):
         found = buffer[keys]
         assert (len(found), found.obs.shape, found.action.dtype) == (0, (0, 2, 3), torch.int64)
+    fields = {"obs": Field((3,), torch.uint8, scale=0.5), "action": Field((), torch.int64)}
+    stacks = TrajectoryReplayBuffer(4, 1, fields, stack=2, device=device)
+    assert stacks[[]].next_obs.shape == (0, 2, 3)
 
 
 def test_what_is_added_or_overwritten_while_walking_is_left_out(device: str) -> None:

@@ -214,6 +214,20 @@ def test_another_thread_adds_while_a_reward_function_works(device: str) -> None:
     assert pair.buffer.added == 10
 
 
+def test_a_reward_function_that_clears_the_buffer_and_raises_leaves_it_empty(device: str) -> None:
+    def clears(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+        buffer.clear()
+        raise ZeroDivisionError
+
+    buffer = stream(".....", device, relabel=hindsight(reward_fn=clears)).buffer
+    with pytest.raises(ZeroDivisionError):
+        buffer.sample(3)
+    state = buffer.state_dict()
+    assert int(state["tensors"]["times_sampled"].abs().sum()) == 0
+    buffer.load_state_dict(state)
+    assert len(buffer) == 0
+
+
 def test_checkpoints_of_other_hindsight_are_refused(tmp_path: Path) -> None:
     made().save(tmp_path / "goals")
     made(relabel=None).save(tmp_path / "plain")

@@ -9,7 +9,9 @@ import os
 import random
 import resource
 import shutil
+import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,6 +228,51 @@ def test_a_damaged_checkpoint_can_be_saved_over(tmp_path: Path) -> None:
     (tmp_path / "c" / "manifest.json").write_text(json.dumps(content))
     assert saved(tmp_path / "c").manifest == MANIFEST
     assert len(pieces_of(tmp_path / "c")) == len(read_checkpoint(tmp_path / "c").files)
+
+
+@needs_fork
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_process_that_is_forked_during_a_save_holds_no_lock(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    (tmp_path / "c").mkdir()
+    with save_lock(tmp_path / "c", tmp_path / "c"):
+        child = os.fork()
+        if not child:
+            os.close(writing)
+            # until the other end is closed
+            os.read(reading, 1)
+            os._exit(0)
+    saved(tmp_path / "c")
+    os.close(writing)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_tensor_that_shrank_to_pieces_that_are_kept_comes_back(tmp_path: Path) -> None:
+    rows = numbers((30, 100), torch.uint8, 0)
+    for count in (30, 15, 30):
+        write_checkpoint(tmp_path / "c", {}, {"x": rows[:count]}, shard_bytes=1500)
+        assert torch.equal(read_checkpoint(tmp_path / "c").read("x"), rows[:count])
+
+
+def test_saves_and_samples_while_the_interpreter_ends(tmp_path: Path) -> None:
+    program = f"""
+        import atexit, torch
+        from gpu_replay import Field, ReplayBuffer
+        from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
+
+        torch.set_num_threads(4)
+        buffer = ReplayBuffer(64, {{"x": Field((65_536,), torch.uint8)}}, device="cpu")
+        buffer.add(x=torch.ones(64, 65_536, dtype=torch.uint8))
+
+        def late():
+            print(len(buffer.sample(64)))
+            write_checkpoint({str(tmp_path / "c")!r}, {{}}, {{"x": torch.ones(30, 100)}}, shard_bytes=4000)
+            print(read_checkpoint({str(tmp_path / "c")!r}).read("x").sum().item())
+
+        atexit.register(late)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["64", "3000.0"]
 
 
 def test_two_savers_of_one_path_are_kept_apart(tmp_path: Path) -> None:

@@ -415,6 +415,18 @@ def test_errors_of_one_rank_are_raised_by_all_and_the_buffer_goes_on(ranks: Rank
     assert "was closed" in first[4][1]
 
 
+def added_after_close(group: Any) -> list[int]:
+    buffer = ShardedReplayBuffer(8, {"number": FIELDS["number"]}, group=group)
+    # the largest mass of all ranks is still under way
+    buffer.update_priorities(buffer.add(number=[1]), [3.0])
+    buffer.close()
+    return buffer.add(number=[2]).tolist()
+
+
+def test_a_closed_buffer_still_takes_rows(ranks: Ranks) -> None:
+    assert ranks.run(2, added_after_close) == [[2], [3]]
+
+
 def test_without_a_process_group_it_says_how_to_start_one() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         ShardedReplayBuffer(10, FIELDS)

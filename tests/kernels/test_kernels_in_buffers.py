@@ -313,3 +313,40 @@ def test_a_replayed_draw_of_what_is_gone_stays_inside(device: str, guards: Guard
         assert 0 <= int(chosen.slots.min()) <= int(chosen.slots.max()) < slots
         assert int(chosen.places.min()) >= -1
         assert int(chosen.places.max()) < streams.shape.finals
+
+
+def test_an_extend_that_is_interrupted_twice_refuses_calls_until_it_is_cleared(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = TrajectoryReplayBuffer(8, 1, {**NUMBER, "obs": NUMBER["n"], "action": NUMBER["n"]}, device=device)
+
+    def steps(first: int, count: int) -> dict[str, Any]:
+        number = torch.arange(first, first + count)[:, None]
+        flags = dict.fromkeys(("terminated", "truncated"), torch.zeros(count, 1, dtype=torch.bool))
+        return {"n": number, "obs": number, "action": number, "reward": number.float(), **flags}
+
+    buffer.extend(**steps(0, 8))
+    draws = buffer._engine.draws
+    write, settle, calls = draws.write, draws.stream_order.settle, []
+
+    def interrupted(values: Any, rows: int) -> None:
+        write(values, rows)
+        raise KeyboardInterrupt
+
+    def again() -> None:
+        calls.append(None)
+        # the first call saves what will be overwritten, the second one brings it back
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        settle()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(draws, "write", interrupted)
+        patch.setattr(draws.stream_order, "settle", again)
+        with pytest.raises(KeyboardInterrupt):
+            buffer.extend(**steps(100, 4))
+    with pytest.raises(RuntimeError, match="interrupted"):
+        buffer.sample(4)
+    buffer.clear()
+    buffer.extend(**steps(0, 8))
+    assert buffer[buffer.keys()].n.tolist() == list(range(8))
