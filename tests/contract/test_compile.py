@@ -228,8 +228,8 @@ def test_a_buffer_that_was_compiled_for_is_freed() -> None:
 GOALS: dict[str, Any] = {"fields": "goals", "n_step": 1, "relabel": "future"}
 LIVED: list[tuple[str, str, dict[str, Any]]] = [
     ("rows", "latest", {}),
-    ("rows", "combined-proportional", {}),
-    ("steps", "rank-annealed", {"fields": 2, "relabel": None}),
+    ("rows", "rank-annealed", {}),
+    ("steps", "combined-proportional", {"fields": 2, "relabel": None}),
     ("steps", "annealed", GOALS),
 ]
 
