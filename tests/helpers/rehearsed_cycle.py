@@ -6,8 +6,6 @@ elsewhere meanwhile would be repeated as it was, and differ.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from test_training_cycle import GAMES, IDS, advance, check_alike, played
 
@@ -39,9 +37,9 @@ def compare_evaluations(plain: Trainer, graphed: Trainer, title: str) -> None:
         assert mine == theirs, f"{title}: evaluation {turn} found {mine} instead of {theirs}"
         for each in (plain, graphed):
             advance(each, 5)
-    graph: Any = graphed.evaluator._graph
-    assert graph.replays, f"{title}: no evaluation was captured"
-    print(f"{title}, evaluation: {graph.replays} replays, {mine.return_mean} in {mine.length_mean} steps")
+    replays = graphed.evaluator._graphs["an evaluation"].replays  # type: ignore[attr-defined]
+    assert replays, f"{title}: no evaluation was captured"
+    print(f"{title}, evaluation: {replays} replays, {mine.return_mean} in {mine.length_mean} steps")
 
 
 if __name__ == "__main__":
