@@ -138,10 +138,10 @@ def test_versions_and_addresses_agree() -> None:
 
 def test_pong_is_won_as_fast_as_the_readme_says() -> None:
     runs = [json.loads(path.read_text()) for path in (ROOT / "bench/results/pong-cpu").glob("*/summary.json")]
-    assert len(runs) == 5
-    assert "average of +18 (of 21) with each of five seeds, within eleven minutes" in README
+    assert len(runs) == 7
+    assert "average of +18 (of 21) with each of seven seeds, within fifteen minutes" in README
     assert min(run["eval_return_mean"] for run in runs) >= 18
-    assert max(run["wall_seconds"] for run in runs) < 11 * 60
+    assert max(run["wall_seconds"] for run in runs) < 15 * 60
 
 
 def test_the_tree_on_the_page_for_developers_names_every_folder() -> None:
