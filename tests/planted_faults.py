@@ -100,12 +100,12 @@ def load_libraries() -> None:
             importlib.import_module(library)
 
 
-def first_failure(folder: Path, arguments: Sequence[str]) -> str | None:
+def first_failure(folder: Path, arguments: Sequence[str], most_seconds: float = MOST_SECONDS) -> str | None:
     """The first test that fails in a copy; "a timeout" where they do not end, "a crash" where that is how they end."""
     output = folder / "output.txt"
     process = multiprocessing.get_context("fork").Process(target=run_tests, args=(folder, arguments, output))
     process.start()
-    process.join(MOST_SECONDS)
+    process.join(most_seconds)
     if process.is_alive():
         os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()

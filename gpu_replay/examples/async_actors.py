@@ -172,7 +172,7 @@ def update(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env-id", default="CartPole-v1")
-    parser.add_argument("--actors", type=int, default=2)
+    parser.add_argument("--actors", type=int, default=2, choices=range(1, 257), metavar="1..256")
     parser.add_argument("--updates", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

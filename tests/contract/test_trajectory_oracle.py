@@ -14,7 +14,7 @@ import torch
 from devices import device_fixture as device_fixture
 from pairs import StepPair, play
 
-from gpu_replay import Field, Latest, TrajectoryReplayBuffer
+from gpu_replay import Field, Latest, TrajectoryReplayBuffer, Uniform
 
 pytestmark = pytest.mark.contract
 
@@ -131,6 +131,21 @@ def test_masks_of_sequences_worked_out_by_hand(
     batch = pair.buffer.sample_sequences(50, length)
     assert dict(zip(batch.key.tolist(), batch.mask.tolist(), strict=True)) == expected
     pair.check_sequences(batch, view, length)
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_strict_sequences_are_all_that_no_ending_divides(length: int, device: str) -> None:
+    """In a full ring, wherever it has turned to."""
+    sampler = Uniform(replacement=True)
+    buffer = TrajectoryReplayBuffer(8, 1, FIELDS, autoreset="same_step", sampler=sampler, device=device)
+    endings = {2, 6, 7, 13, 18}
+    for step in range(20):
+        buffer.add(obs=[step], action=[0], reward=[0.0], terminated=[step in endings], truncated=[False])
+        if step < 8:
+            continue
+        stored = range(step - 7, step + 2 - length)
+        whole = {start for start in stored if endings.isdisjoint(range(start, start + length - 1))}
+        assert set(buffer.sample_sequences(300, length, strict=True).key.tolist()) == whole
 
 
 def test_the_last_observation_stands_for_one_that_is_not_stored(device: str) -> None:
