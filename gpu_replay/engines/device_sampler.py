@@ -183,9 +183,11 @@ class DeviceSampler:
             self.counters[Counter.RANDOM] -= blocks
             self.counters[Counter.STEP] -= steps
             # rows added meanwhile have not been sampled
-            if ledger.slots is not None and ledger.added == self.added:
-                less = self._storage.times_sampled.new_full((1,), -1).expand(ledger.slots.shape)
-                self._storage.times_sampled.scatter_add_(0, ledger.slots, less)
+            if ledger.slots is not None:
+                sampled = self._storage.times_sampled
+                ages = (ledger.slots - ledger.added) % sampled.numel()
+                unchanged = (ages >= self.added - ledger.added).to(sampled.dtype)
+                sampled.scatter_add_(0, ledger.slots, -unchanged)
             self._ledger = DrawLedger()
 
     def note_blocks(self, blocks: int) -> None:

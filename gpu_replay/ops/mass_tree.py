@@ -83,7 +83,6 @@ class MassTree:
         self.slots = slots
         self.backend = backend
         self.fanout = fanout_for(backend)
-        self.shift = self.fanout.bit_length() - 1
         self.edge = edge_for(backend)
         sizes = level_sizes(slots, self.fanout, root_limit_for(backend), self.edge)[: None if summed else 1]
         host = backend == "host"

@@ -116,6 +116,17 @@ def test_saturation_is_counted_and_the_total_cannot_overflow(capacity: int, kind
     assert buffer.total_mass() == (capacity - 1) * limit + UNIT
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_masses_that_an_add_cuts_are_counted(kind: str, device: str) -> None:
+    pair = made(kind, EXACT, [1.0], device, capacity=3)
+    if kind == "rows":
+        pair.add(1, [1e300])
+    else:
+        pair.add([numbered(1, 0, FIELDS, terminated=True, priority=1e300)])
+    buffer = pair.buffer
+    assert (buffer.stats().saturated_priorities, buffer.masses().tolist()[1]) == (1, 2**62 // 3)
+
+
 # what is done, and the masses that follow in units of priority 1, in slot order up to the last that is not 0: a text
 # adds steps (see `play`), a tuple one step with a priority of each environment, two lists update keys with priorities
 LIVES: dict[str, tuple[Any, ...]] = {

@@ -229,6 +229,33 @@ def check_every_place(kind: str, name: str, adds: int, call: Call, every: int) -
     assert not unlike(buffer, memory(untouched))
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("added", [0, 2])
+def test_a_reward_function_that_fails_moves_nothing(added: int) -> None:
+    """A sample whose `reward_fn` raises, and perhaps adds steps before, leaves draws and counts where they were."""
+    asked: list[int] = []
+
+    def fails(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+        if asked:
+            for _ in range(asked.pop()):
+                both[0].add(**given(both[0]))
+            raise ArithmeticError
+        return reached(achieved, desired)
+
+    both = [make("goals", relabel=Hindsight(reward_fn=function, ratio=0.5)) for function in (fails, reached)]
+    for buffer in both:
+        for _ in range(24):
+            buffer.add(**given(buffer))
+        buffer.sample(12)
+    asked.append(added)
+    with pytest.raises(ArithmeticError):
+        both[0].sample(12)
+    for _ in range(added):
+        both[1].add(**given(both[1]))
+    same(both[0].sample(12), both[1].sample(12))
+    assert repr(both[0].stats()) == repr(both[1].stats())
+
+
 class TestHost:
     pytestmark = on_the_host
 
@@ -259,31 +286,6 @@ class TestHost:
             with pytest.raises(KeyboardInterrupt):
                 places_of(lambda buffer=buffer: change(buffer), at, KeyboardInterrupt)
             check_loaded_or_empty(buffer, before, changed, or_empty=call == "load")
-
-    @pytest.mark.parametrize("added", [0, 2])
-    def test_a_reward_function_that_fails_moves_nothing(self, added: int) -> None:
-        """A sample whose `reward_fn` raises, and perhaps adds steps before, leaves draws and counts where they were."""
-        asked: list[int] = []
-
-        def fails(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
-            if asked:
-                for _ in range(asked.pop()):
-                    both[0].add(**given(both[0]))
-                raise ArithmeticError
-            return reached(achieved, desired)
-
-        both = [make("goals", relabel=Hindsight(reward_fn=function, ratio=0.5)) for function in (fails, reached)]
-        for buffer in both:
-            for _ in range(24):
-                buffer.add(**given(buffer))
-            buffer.sample(12)
-        asked.append(added)
-        with pytest.raises(ArithmeticError):
-            both[0].sample(12)
-        for _ in range(added):
-            both[1].add(**given(both[1]))
-        same(both[0].sample(12), both[1].sample(12))
-        assert repr(both[0].stats()) == repr(both[1].stats())
 
     @chosen(("transitions", "proportional"), ("same_step", "proportional"), names=("proportional", "uniform", "rank"))
     def test_a_signal_tears_no_row(self, kind: str, name: str, full: bool) -> None:
