@@ -9,6 +9,8 @@ import pytest
 import torch
 from guards import guards_fixture as guards_fixture
 
+# workers, and processes that tests start: a pool of threads for each of them is slower than none
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # before Triton is imported: without a GPU it interprets the kernels that tests launch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
