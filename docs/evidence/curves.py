@@ -1,10 +1,10 @@
 """Returns of several groups of runs in one picture, over steps and over minutes, and a table of when they were solved.
 
-    python docs/evidence/curves.py FILE.png "priorities=bench/results/pong-cpu/*" "uniform=bench/results/pong-uniform/*"
+    python docs/evidence/curves.py FILE.png "proportional=bench/results/pong-cpu/seed-*" "rank=runs/rank/*"
 
 A run is a folder of `gpu-replay train`, one of RL Baselines3 Zoo, or a file of `dqn_atari.py` (seconds, steps, return
-of each episode). A line is the median of a group's runs, its band reaches from the lowest to the highest; a run that
-has ended keeps its last value.
+of each episode). A line is the median of a group's runs, whose number is in brackets; its band reaches from the lowest
+to the highest. A run that has ended keeps its last value.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def read(path: Path) -> Run:
 
 def spread(values: list[float], form: str) -> str:
     """Median, lowest and highest."""
-    return f"{np.median(values):{form}} ({min(values):{form}} to {max(values):{form}})" if values else "–"
+    if len(values) < 2:
+        return f"{values[0]:{form}}" if values else "–"
+    return f"{np.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def main(output: str, *groups: str) -> None:
@@ -67,18 +69,18 @@ def main(output: str, *groups: str) -> None:
         for axis, column, scale in zip(axes, ("step", "minutes"), (1e6, 1), strict=True):
             ends = np.linspace(0, max(run.curve[column].max() for run in runs), 300)
             found = np.array([np.interp(ends, run.curve[column], run.curve["return"]) for run in runs])
-            axis.plot(ends / scale, np.median(found, axis=0), color=color, label=f"{name}, {len(runs)} runs")
+            axis.plot(ends / scale, np.median(found, axis=0), color=color, label=f"{name} ({len(runs)})")
             axis.fill_between(ends / scale, found.min(axis=0), found.max(axis=0), color=color, alpha=0.15, linewidth=0)
         solved = [run.curve.iloc[-1] for run in runs if run.solved]
         steps, minutes = ([float(end[column]) for end in solved] for column in ("step", "minutes"))
         last = [float(run.curve["return"].iloc[-1]) for run in runs]
-        cells = [spread([each / 1e6 for each in steps], ".2f"), spread(minutes, ".1f"), spread(last, ".1f")]
+        cells = [spread([each / 1e3 for each in steps], ".0f"), spread(minutes, ".1f"), spread(last, ".1f")]
         rows.append([name, f"{len(solved)} of {len(runs)}", *cells])
     axes[0].set(xlabel="steps, millions", ylabel=f"mean return of the last {WINDOW} episodes")
     axes[1].set(xlabel="minutes")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     save(figure, Path(output))
-    print(table(["", "solved", "steps, millions", "minutes", "last mean return"], rows))
+    print(table(["", "solved", "thousand steps", "minutes", "last mean return"], rows))
 
 
 if __name__ == "__main__":

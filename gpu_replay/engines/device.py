@@ -51,7 +51,7 @@ class DeviceEngine:
         self.draws.added += rows
 
     def count_at_least(self, needed: int, skipped: int) -> int:
-        """Stored transitions, exact only below `wanted`.
+        """Stored transitions, exact only below `needed`.
 
         Waits for the device only when adds that others replay may have changed the answer.
         """

@@ -235,7 +235,7 @@ class TrajectoryDeviceEngine:
     # sample
 
     def count_at_least(self, needed: int, skipped: int) -> int:
-        """Eligible starts, those in the newest `skipped` slots left out, exact only below `wanted`.
+        """Eligible starts, those in the newest `skipped` slots left out, exact only below `needed`.
 
         Waits for the device when the host does not know of enough: a few times while a buffer fills, and whenever
         adds that others replay may have changed the answer. While capturing it takes them for enough.
