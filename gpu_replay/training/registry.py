@@ -15,7 +15,7 @@ from gpu_replay.training.device_games import Catch, DevicePong
 from gpu_replay.training.environments import Environment
 from gpu_replay.training.host_envs import is_image, make_atari, make_gymnasium, spaces
 from gpu_replay.training.rendering import RenderedAtari, RenderedBoard, RenderedEnvironment, RenderedGymnasium
-from gpu_replay.training.settings import GAMES, Family, Settings
+from gpu_replay.training.settings import ENVIRONMENTS, Family, Settings
 
 CPU = torch.device("cpu")
 
@@ -72,8 +72,7 @@ class EnvironmentId:
     def settings(self, device: torch.device, **changes: Any) -> Settings:
         """The defaults for this environment on `device`, with `changes` on top."""
         family = KINDS[self.kind].family(self.name, device.type == "cuda")
-        game = GAMES.get(self.name, {}) if self.kind == "atari" else {}
-        return Settings.for_family(family, **{**game, **changes})
+        return Settings.for_family(family, **{**ENVIRONMENTS.get(self.name, {}), **changes})
 
     def make(self, num_envs: int, settings: Settings, device: torch.device, *, alone: bool = False) -> Environment:
         """`num_envs` parallel environments: Catch and DevicePong on `device`, all others in host memory.

@@ -17,13 +17,13 @@ from gpu_replay import Batch, Combined, Field, LinearSchedule, Proportional, Ran
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.interrupt import StopRequest
 from gpu_replay.study.agent import Explorer as ExplorerOfTheStudy
-from gpu_replay.training import command, run
+from gpu_replay.training import command, registry, run
 from gpu_replay.training.agent import Agent, Explorer, alone
 from gpu_replay.training.device_games import Catch
 from gpu_replay.training.environments import EpisodeStatistics
 from gpu_replay.training.evaluation import Evaluator
 from gpu_replay.training.networks import QNetwork
-from gpu_replay.training.settings import PRESETS, Settings
+from gpu_replay.training.settings import ENVIRONMENTS, PRESETS, Settings
 from gpu_replay.training.train import beta_schedule
 
 PIXELS = Field((4, 44, 40), torch.uint8, torch.float32, 1 / 255)
@@ -229,6 +229,17 @@ def test_episode_statistics_against_lists() -> None:
 def test_settings_survive_a_trip_through_json(family: str) -> None:
     settings = Settings.for_family(family, gamma=0.5, hidden=(7, 9))  # type: ignore[arg-type]
     assert Settings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_settings_of_single_environments_yield_to_the_command_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gymnasium, _ = pytest.importorskip("gymnasium"), pytest.importorskip("ale_py")
+    # it cannot be made without Box2D
+    monkeypatch.setattr(registry, "spaces", lambda name: (gymnasium.spaces.Box(-1.0, 1.0, (8,)), None))
+    chosen, own = registry.identify(name), ENVIRONMENTS[name]
+    settings = chosen.settings(CPU)
+    assert {each: getattr(settings, each) for each in own} == own
+    assert chosen.settings(CPU, steps=123_456).steps == 123_456
 
 
 # of other types, and without sense: what settings.json says, and a pattern of the error
