@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor
 from gpu_replay import CheckpointError
 from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
 from gpu_replay.checkpoint.fsync import save_lock
+from gpu_replay.checkpoint.shards import in_parallel
 
 load_file = pytest.importorskip("safetensors.torch").load_file
 Patch = pytest.MonkeyPatch
@@ -343,6 +345,20 @@ def test_too_little_space_is_seen_before_changed_rows_are_written(tmp_path: Path
 
 
 @needs_fork
+def test_after_an_error_no_further_work_begins() -> None:
+    begun = []
+
+    def work(item: int) -> None:
+        begun.append(item)
+        time.sleep(0.01)
+        if not item:
+            raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(OSError, match="full"):
+        in_parallel(work, range(1000), lambda result: None)
+    assert len(begun) < 500
+
+
 def test_a_write_that_the_system_cuts_short_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path / "c")
     before = snapshot(tmp_path)

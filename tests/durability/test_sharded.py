@@ -469,6 +469,8 @@ def saving(group: Any, path: str, rows: list[int]) -> list[tuple[int, float]]:
     buffer = made(group, sampler=SAMPLERS["proportional"])
     add_rows(buffer, rows[buffer.rank], priority=1.0 + torch.arange(rows[buffer.rank]) % 7)
     buffer.sample(3)
+    # too late for what no longer is
+    buffer.update_priorities([-1], [1.0])
     buffer.save(path)
     found = buffer.priorities(buffer.keys().tolist()).tolist()
     buffer.close()
@@ -481,6 +483,7 @@ def loading(group: Any, path: str) -> list[tuple[int, int, float]]:
     keys = buffer.keys()
     assert (buffer.capacity, *set((keys % buffer.ranks).tolist())) == (24, buffer.rank)
     buffer.sample(3)
+    assert buffer.stats().stale_updates == 2
     buffer.close()
     return list(zip(keys.tolist(), buffer[keys].number.tolist(), buffer.priorities(keys).tolist(), strict=True))
 
@@ -499,7 +502,7 @@ def test_a_checkpoint_loads_on_other_ranks_and_as_one_buffer(
     assert (single.capacity, single.keys().tolist()) == (24, list(new))
     held = single[list(new)].number.tolist(), single.priorities(list(new)).tolist()
     assert list(zip(new, *held, strict=True)) == expected
-    assert single.stats().mean_times_sampled == 6 / len(old)
+    assert (single.stats().mean_times_sampled, single.stats().stale_updates) == (6 / len(old), 2)
     single.sample(5)
     # and from one buffer to several
     single.save(tmp_path / "one")

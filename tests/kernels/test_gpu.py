@@ -33,7 +33,7 @@ from torch import Tensor
 from trees import check_sums
 from twins import check_batches
 
-from gpu_replay import Batch, Field, RankBased, ReplayBuffer
+from gpu_replay import Batch, Field, RankBased, ReplayBuffer, Uniform
 from gpu_replay.graphs.cuda_graph import WARM_UPS
 
 pytestmark = pytest.mark.gpu
@@ -126,6 +126,19 @@ def test_a_replayed_cycle_of_add_sample_and_update(kind: str, name: str) -> None
     graph.replay()
     check_batches(batches[0], expected[0])
     both.check()
+
+
+def test_the_host_counts_rows_of_replayed_adds() -> None:
+    buffer = ReplayBuffer(64, {"n": NUMBER["n"]}, sampler=Uniform(), device="cuda")
+    numbers = torch.arange(4, device="cuda")
+    graph, _ = graph_of(lambda: buffer.add(n=numbers))
+    buffer.clear()
+    for _ in range(3):
+        graph.replay()
+    # the host counts no more than the adds that it made itself, and asks
+    assert buffer.sample(12).n.sort().values.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    with pytest.raises(ValueError, match="12"):
+        buffer.sample(13)
 
 
 @pytest.mark.parametrize("kind, name", CASES)

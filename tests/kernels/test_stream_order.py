@@ -73,7 +73,8 @@ def test_turns_within_a_turn_are_part_of_it_though_it_raises(cuda: FakeCuda) -> 
 
     def half() -> None:
         with order.ordered():
-            take(order, cuda, "inner")
+            with order.ordered():
+                take(order, cuda, "inner")
             cuda.work("rest")
             raise KeyError
 
