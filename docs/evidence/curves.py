@@ -62,6 +62,8 @@ def spread(values: list[float], form: str) -> str:
 
 def main(output: str, *groups: str) -> None:
     """Plot, and print the table."""
+    if len(groups) > len(PALETTE):
+        sys.exit(f"{len(groups)} groups, and colors for {len(PALETTE)}: make two pictures of them")
     figure, ((*axes,),) = panels(1, 2, 10.0, 4.4, sharey=True)
     rows = []
     for (name, _, pattern), color in zip((group.partition("=") for group in groups), PALETTE, strict=False):
