@@ -304,7 +304,7 @@ class TrajectoryReplayBuffer(Buffer):
         """Store T steps of all `E` environments and return their keys, (T, E) int64 on the buffer's device.
 
         fields:    as in `add`, each `[T, E, *shape]`, oldest first; `[T, 1, *shape]` for a stream of one environment.
-                   Arrays may be larger than memory (`numpy.memmap`), and T may exceed the capacity.
+                   Arrays of the field's dtype may be larger than memory (`numpy.memmap`); T may exceed the capacity.
         priority:  (T, E), as in `add`.
         final_obs: as in `add` with T before it: `[T, E, *shape]`, an object array [T, E], a dictionary of these, or a
                    list of T entries, each None or what `add` takes.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay import validation
-from gpu_replay.fields import DICTIONARIES, Field, check_names
+from gpu_replay.fields import DICTIONARIES, TORCH_OF, Field, check_names
 from gpu_replay.ops.eligibility import GivenFinals, StreamShape
 
 
@@ -79,9 +79,10 @@ class StepInput:
         return truncated & ~terminated if not self._reads_all else truncated | terminated
 
     def steps(self, name: str, raw: Any, field: Field, steps: int | None) -> Any:
-        """The value as `[T, E, *shape]` of the field's dtype: a tensor, or an array for the host engine."""
+        """The value as `[T, E, *shape]` of the field's dtype: an array, read piece by piece, or a tensor."""
         sides = (self._num_envs, *field.shape)
-        value: Any = (validation.as_array if self._on_host else validation.as_tensor)(name, raw, self._device)
+        as_array = self._on_host or not isinstance(raw, Tensor)
+        value: Any = (validation.as_array if as_array else validation.as_tensor)(name, raw, self._device)
         if value.ndim == 0 or tuple(value.shape[1:]) != sides:
             alone = self._num_envs == 1 and value.ndim > 0 and tuple(value.shape[1:]) == field.shape
             hint = " Add the axis of the environments: value[:, None]." if alone else ""
@@ -93,8 +94,9 @@ class StepInput:
             raise ValueError(f"field {name!r} has {len(value)} steps where the others of this extend have {steps}.")
         if len(value) == 0:
             raise ValueError("extend needs at least one step (T >= 1); found fields with 0 steps.")
-        if self._on_host:
+        if self._on_host or TORCH_OF.get(value.dtype) == field.dtype:
             return validation.as_stored(name, value, field.dtype)
+        value = validation.as_tensor(name, value, self._device)
         return value if value.dtype == field.dtype else validation.cast(name, value, field.dtype)
 
     def many_finals(self, finals: Any, read: np.ndarray) -> GivenFinals | None:

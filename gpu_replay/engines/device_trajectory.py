@@ -37,6 +37,7 @@ from gpu_replay.ops.hindsight import (
 )
 from gpu_replay.ops.launch import plans
 from gpu_replay.ops.ring import parts_of, plan_gather
+from gpu_replay.validation import as_tensor
 
 # rows that `extend` brings to the device at once
 _TOGETHER = 2**16
@@ -140,7 +141,7 @@ class TrajectoryDeviceEngine:
 
     def extend(
         self,
-        values: dict[str, Tensor],
+        values: dict[str, Tensor | np.ndarray],
         terminated: np.ndarray,
         truncated: np.ndarray,
         priorities: Tensor | None,
@@ -149,8 +150,8 @@ class TrajectoryDeviceEngine:
     ) -> Tensor:
         """Store T steps of all environments, as T calls of `add_step` do, and return `keys`. Waits for the device.
 
-        Fields go to the device as they are. The metadata of the steps is copied to the host, updated by the loop of the
-        host's buffers, and copied back. Any exception leaves the buffer as it was.
+        Fields go to the device piece by piece. The metadata of the steps is copied to the host, updated by the loop of
+        the host's buffers, and copied back. Any exception leaves the buffer as it was.
         """
         from gpu_replay.engines.stream_mirror import StreamMirror
 
@@ -181,7 +182,7 @@ class TrajectoryDeviceEngine:
                 raise
         return keys
 
-    def _write_steps(self, values: dict[str, Tensor], count: int) -> None:
+    def _write_steps(self, values: dict[str, Tensor | np.ndarray], count: int) -> None:
         """Put T steps of all fields, (T, num_envs, ...), after the newest, as far as the ring holds them."""
         draws, envs, skipped = self.draws, self._shape.num_envs, max(0, count - self._shape.steps)
         draws.counters[Counter.ADDED] += skipped * envs
@@ -189,7 +190,8 @@ class TrajectoryDeviceEngine:
         for begin in range(skipped, count, together):
             some = slice(begin, min(begin + together, count))
             rows = (some.stop - begin) * envs
-            draws.write({name: draws.moved(value[some].flatten(0, 1)) for name, value in values.items()}, rows)
+            pieces = {name: as_tensor(name, value[some], draws.device) for name, value in values.items()}
+            draws.write({name: draws.moved(piece.flatten(0, 1)) for name, piece in pieces.items()}, rows)
             draws.counters[Counter.ADDED] += rows
 
     def _overwritten_by(self, rows: int) -> list[tuple[Tensor, Tensor]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from children import in_a_child, memory_of
@@ -146,3 +148,23 @@ def test_final_observations_take_what_they_are_given(device: str) -> None:
     )
     assert 9 * FRAME <= few - none <= 11 * FRAME
     assert 989 * FRAME <= all_of_them - few <= 1001 * FRAME
+
+
+def test_an_extend_reads_a_file_piece_by_piece(device: str, tmp_path: Path) -> None:
+    shape, stored = (40_000, 1, 1024), 100
+    written = np.lib.format.open_memmap(tmp_path / "obs.npy", "w+", np.uint8, shape)
+    written[-stored:] = np.arange(stored)[:, None, None] % 251
+    written.flush()
+    # read-only, as most are opened
+    obs = np.load(tmp_path / "obs.npy", mmap_mode="r")
+    fields = {"obs": Field((1024,), torch.uint8), "action": Field((), torch.float32)}
+    buffer = TrajectoryReplayBuffer(stored, 1, fields, sampler=Uniform(), device=device)
+    none, zero = np.zeros(shape[:2], np.bool_), np.zeros(shape[:2], np.float32)
+    # what is loaded at first use
+    buffer.extend(obs=obs[:1], action=zero[:1], reward=zero[:1], terminated=none[:1], truncated=none[:1])
+    tracemalloc.start()
+    keys = buffer.extend(obs=obs, action=zero, reward=zero, terminated=none, truncated=none)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.2 * obs.nbytes
+    assert torch.equal(buffer[keys[-stored:-1, 0]].obs.cpu(), torch.from_numpy(written[-stored:-1, 0]))
