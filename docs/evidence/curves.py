@@ -62,16 +62,15 @@ def spread(values: list[float], form: str) -> str:
 
 def main(output: str, *groups: str) -> None:
     """Plot, and print the table."""
-    if len(groups) > len(PALETTE):
-        sys.exit(f"{len(groups)} groups, and colors for {len(PALETTE)}: make two pictures of them")
     figure, ((*axes,),) = panels(1, 2, 10.0, 4.4, sharey=True)
     rows = []
-    for (name, _, pattern), color in zip((group.partition("=") for group in groups), PALETTE, strict=False):
+    for place, (name, _, pattern) in enumerate(group.partition("=") for group in groups):
+        color, line = PALETTE[place % len(PALETTE)], ("-", "--")[place // len(PALETTE)]
         runs = [read(Path(path)) for path in sorted(glob.glob(pattern))]
         for axis, column, scale in zip(axes, ("step", "minutes"), (1e6, 1), strict=True):
             ends = np.linspace(0, max(run.curve[column].max() for run in runs), 300)
             found = np.array([np.interp(ends, run.curve[column], run.curve["return"]) for run in runs])
-            axis.plot(ends / scale, np.median(found, axis=0), color=color, label=f"{name} ({len(runs)})")
+            axis.plot(ends / scale, np.median(found, axis=0), line, color=color, label=f"{name} ({len(runs)})")
             axis.fill_between(ends / scale, found.min(axis=0), found.max(axis=0), color=color, alpha=0.15, linewidth=0)
         solved = [run.curve.iloc[-1] for run in runs if run.solved]
         steps, minutes = ([float(end[column]) for end in solved] for column in ("step", "minutes"))
