@@ -283,7 +283,7 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
     # with those of its family it hovered at -50 until the time limit, after 200,000 steps and with each of seven seeds;
     # these were tried together, with a seed of their own
     "LunarLander-v3": {
-        "steps": 300_000,  # twice as many as solved it
+        "steps": 300_000,  # twice what solved it in the median
         "n_step": 1,  # as usual for it
         "updates": 8,  # an update for two steps: with one for four, and three-step returns, 500,000 steps gave +160
         "hidden": (256, 256),  # as in RL Baselines3 Zoo
