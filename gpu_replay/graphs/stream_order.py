@@ -64,6 +64,8 @@ class StreamOrder(AbstractContextManager[None]):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # torch takes half the time for a number
+        self._index = device.index
         self._streams = device.type == "cuda"
         self.interrupted = self._mending = False
         # counts the rows that captured calls add, where the buffer is notified of replays
@@ -94,10 +96,10 @@ class StreamOrder(AbstractContextManager[None]):
         if self._depth:
             self._depth += 1
             return
-        device = torch.cuda.device(self._device)
+        device = torch.cuda.device(self._index)
         device.__enter__()
         try:
-            stream = torch.cuda.current_stream()
+            stream = torch.cuda.current_stream(self._index)
             self._captures = torch.cuda.is_current_stream_capturing()
             # a graph cannot wait for an event from outside, nor may anything outside wait for one of its own
             if not self._captures and self._end is not None and self._last != stream:
@@ -136,7 +138,7 @@ class StreamOrder(AbstractContextManager[None]):
 
     def current(self) -> torch.cuda.Stream | None:
         """The stream that is current in this thread; None on a CPU."""
-        return torch.cuda.current_stream(self._device) if self._streams else None
+        return torch.cuda.current_stream(self._index) if self._streams else None
 
     def copied(self, pinned: Tensor) -> Tensor:
         """Pinned memory as a tensor on the device, within `ordered`, which ends when the copy is made.

@@ -53,6 +53,8 @@ class Catch(Environment):
         self._generator = torch.Generator(device=device)
         self.generators = (self._generator,)
         self._environments = torch.arange(num_envs, device=device)
+        # a number would be copied from the host, which a CUDA graph cannot do
+        self._lit = torch.ones((), dtype=torch.uint8, device=device)
         # the ball's row and column, and the paddle's column
         for name in ("row", "column", "paddle"):
             self.register_buffer(name, torch.zeros(num_envs, dtype=torch.int64, device=device))
@@ -96,8 +98,8 @@ class Catch(Environment):
     def _board(self) -> Tensor:
         board = torch.zeros((self.num_envs, SIDE, SIDE), dtype=torch.uint8, device=self.device)
         for offset in range(-REACH, REACH + 1):
-            board[self._environments, SIDE - 1, self.paddle + offset] = 1
-        board[self._environments, self.row, self.column] = 1
+            board[self._environments, SIDE - 1, self.paddle + offset] = self._lit
+        board[self._environments, self.row, self.column] = self._lit
         return board
 
 

@@ -103,7 +103,8 @@ class OnGpu(Twins):
             place = torch.arange(144, device=device)
             seen = {"obs": ((key[:, None] * 31 + place) % 251).to(torch.uint8).view(-1, 12, 12)}
             values = {"action": key, **seen, "note": key[:, None].float() + torch.arange(3, device=device) / 4}
-        values["reward"] = (key % 17).float() / 3
+        # by a tensor: a GPU multiplies by the reciprocal of a number
+        values["reward"] = (key % 17).float() / torch.full((), 3.0, device=device)
         values |= {"terminated": hashed == 1, "truncated": (hashed == 2) | (key * 104729 % 211 == 5)}
         if self.kind != "next_step":
             values |= {f"final_{name}": 255 - value for name, value in seen.items()}

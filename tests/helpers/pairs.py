@@ -144,7 +144,7 @@ class Both:
     model: Model
 
     def __init__(self, made: type[Any], seed: int, folder: Path | None, **arguments: Any) -> None:
-        """folder: where the fields of each buffer lie in a file of their own, or None for memory."""
+        """folder: where the fields of each buffer lie in a file, on a GPU in pinned memory instead, or None."""
         self.made, self.folder, self.arguments = made, folder, arguments
         self.buffer = self.empty(seed)
 
@@ -206,7 +206,11 @@ class Both:
 
     def empty(self, seed: int) -> Any:
         """Another buffer with these settings."""
-        placed = {} if self.folder is None else {"storage_path": self.folder / str(next(NUMBERS))}
+        placed: dict[str, Any] = {}
+        if self.folder is not None and self.arguments["device"] == "cpu":
+            placed["storage_path"] = self.folder / str(next(NUMBERS))
+        elif self.folder is not None:
+            placed["storage_device"] = "cpu"
         return self.made(**self.arguments, seed=seed, **placed)
 
     def walk(self, size: int = 29) -> Iterator[Batch]:

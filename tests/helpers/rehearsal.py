@@ -36,6 +36,7 @@ NAME = "No GPU, a rehearsal"
 MEMORY = 2**34
 REFUSED = "operation not permitted when stream is capturing"
 UNREGISTERED = "Attempt to increase offset for a CUDA generator not in capture mode."
+COPIED = "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned."
 WAITS = "called a synchronizing CUDA operation"
 # waits for the device, which no graph can
 _WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
@@ -103,6 +104,8 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, graph: Graph) -> None:
         super().__init__()
         self._graph = graph
+        # numbers that the host made tensors of
+        self._lifted: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _WAITING:
@@ -111,9 +114,13 @@ class _Recorder(TorchDispatchMode):
         generator = kwargs.get("generator")
         if generator is not None and not self._graph.has(generator):
             raise RuntimeError(UNREGISTERED)
+        if func is torch.ops.aten.index_put_.default and any(args[2] is each for each in self._lifted):
+            raise RuntimeError(COPIED)
         with self._graph.undoing((args, kwargs)) if func._schema.is_mutable else nullcontext():
             found = func(*args, **kwargs)
         self._graph.calls.append(functools.partial(_again, func, args, kwargs, found))
+        if func is torch.ops.aten.lift_fresh.default:
+            self._lifted.append(found)
         return found
 
 
