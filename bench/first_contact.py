@@ -297,7 +297,10 @@ def trained(env: str, *options: str) -> Callable[[], str]:
         with tempfile.TemporaryDirectory() as folder:
             words = [*PROGRAM, "train", env, "--device", "cuda", "--seed", "0", "--max-seconds", "10"]
             words += ["--no-checkpoint-replay", "--overwrite", "--output", folder, *options, *TINY]
-            subprocess.run([sys.executable, *words], check=True)
+            done = subprocess.run([sys.executable, *words], check=True, stderr=subprocess.PIPE, text=True)
+            print(done.stderr, file=sys.stderr, flush=True)
+            if refused := [line for line in done.stderr.splitlines() if "cannot be captured" in line]:
+                raise Wrong(refused[0])
             summary = json.loads((Path(folder) / "summary.json").read_text())
         return f"{summary['steps_per_second']:,.0f} steps/s, {summary['updates_per_second']:,.0f} updates/s"
 

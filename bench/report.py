@@ -178,7 +178,7 @@ def runs_section(folders: Sequence[Path]) -> str:
     rows, devices, commands = [], {}, {}
     for folder in folders:
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-        env, ending = str(summary["env"]), str(summary["stopped_by"])
+        env, ending, mean = str(summary["env"]), str(summary["stopped_by"]), summary["eval_return_mean"]
         devices[str(summary["device_name"])] = commands[f"`gpu-replay train {env} --seed N`"] = True
         with (folder / "progress.csv").open(newline="") as file:
             progress = list(csv.DictReader(file))
@@ -191,7 +191,7 @@ def runs_section(folders: Sequence[Path]) -> str:
                 f"{folder.parent.name}/{folder.name}",
                 *(reached if "pong" in env else [""] * len(THRESHOLDS)),
                 f"{_minutes(summary['wall_seconds'], summary['steps'])}, {_ENDINGS.get(ending, ending)}",
-                f"{summary['eval_return_mean']:.1f} ± {summary['eval_return_std']:.1f}",
+                "none" if mean is None else f"{mean:.1f} ± {summary['eval_return_std']:.1f}",
                 *(f"{summary[name]:,.0f}" for name in ("steps_per_second", "updates_per_second")),
                 f"{summary['replay_share']:.1%}",
             ]
@@ -274,6 +274,9 @@ SECTIONS: dict[str, Section] = {
 # texts that are not of one suite, made of all records
 _OTHERS: dict[str, Callable[[Records], str]] = {
     "peers-in-short": lambda records: section("peers", [each for each in records if each.case in _IN_SHORT]),
+    "gpu-in-short": lambda records: section(
+        "kernels", [each for each in records if each.case.endswith("M/B=256") and each.environment.device != "cpu"]
+    ),
     "pong": lambda records: runs_section(run_folders()),
 }
 
