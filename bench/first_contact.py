@@ -177,17 +177,19 @@ def _reward(achieved: Tensor, desired: Tensor) -> Tensor:
 def launch() -> str:
     """Launches that bypass Triton's own launcher: the same answers in less time."""
     found, microseconds = [], []
-    # a launch that has gone past it once does so for good
-    for direct in (False, True):
+    # each twice, as clocks change; a launch that has gone past it once does so for good
+    for direct in (False, True, False, True):
         launches.DIRECT = direct
         buffer = _transitions(GPU)
         found.append(_life(buffer))
         plan = Plan(0.0, 0.0, fewest=SIZES["calls"])
         timing = measure(lambda b=buffer: b.sample(64), prepare=lambda: None, plan=plan, device=GPU)  # type: ignore[misc]
         microseconds.append(float(np.median(timing.nanoseconds)) / 1e3)
-    _same(*([{name: each[name].cpu() for name in each} for each in batches] for batches in found))
-    text = "{:.1f} µs a sample through Triton, {:.1f} µs direct".format(*microseconds)
-    if microseconds[1] > 2 * microseconds[0]:
+    for batches in found[1:]:
+        _same(batches, [{name: each[name].cpu() for name in each} for each in found[0]])
+    through, past = min(microseconds[::2]), min(microseconds[1::2])
+    text = f"{through:.1f} µs a sample through Triton, {past:.1f} µs direct"
+    if past > 2 * through:
         raise Slow(text)
     return text
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
 # the exit code that a shell reports for a process ended by such a signal
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+
+# seconds within which a signal is the one before: `timeout` sends each to a process and again to its process group
+_AGAIN = 1.0
 
 
 class Stopped(Exception):
@@ -20,7 +24,7 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """A context in which the first SIGINT or SIGTERM is recorded; a second one has its usual effect.
+    """A context in which the first SIGINT or SIGTERM is recorded; one that comes a second later has its usual effect.
 
     Calling it returns the name of the signal, or None. Only the main thread of a program receives signals; in other
     threads nothing is recorded.
@@ -28,6 +32,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._reason: str | None = None
+        self._since = 0.0
         self._previous: dict[signal.Signals, Any] = {}
 
     def __call__(self) -> str | None:
@@ -49,8 +54,11 @@ class StopRequest:
         self._restore()
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        self._reason = signal.Signals(number).name
-        self._restore()
+        if self._reason is None:
+            self._reason, self._since = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._since > _AGAIN:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

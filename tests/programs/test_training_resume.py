@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,18 @@ def train(folder: Path, arguments: Any, looks: int | None = None) -> int:
     """Train in `folder`, until so many looks for a signal were made."""
     After.left = looks
     return main([*arguments, "--output", str(folder)])
+
+
+def test_a_signal_that_comes_twice_at_once_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `timeout` sends it; the next one is from somebody who waits no longer."""
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop() == "SIGINT"
+        monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 2)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 RESUME = ("train", "--resume")
