@@ -111,9 +111,8 @@ class _Work:
         """Drop the files from the page cache, and what was loaded from memory."""
         self._loaded = None
         for path in (self._plain, *self._saved.iterdir()):
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+            with open(path) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def checkpoint_table(found: Sequence[Record], peers: Sequence[Record] = ()) -> str:

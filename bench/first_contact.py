@@ -66,15 +66,11 @@ class Wrong(Exception):
     """The answer is not the one of the host code."""
 
 
-class Slow(Exception):
-    """The answer is right and took longer than it may."""
-
-
 @dataclass(frozen=True)
 class Feature:
     """One thing to try.
 
-    check:    runs the feature and returns a message; raises Wrong, Slow, or the error that occurs.
+    check:    runs the feature and returns a message; raises Wrong, or the error that occurs.
     fallback: options for later programs if the feature is not ok, by kind: "environment", "timing" and "skip" (for
               `bench`), "train", and "pytest".
     limit:    seconds that the check may take.
@@ -187,11 +183,7 @@ def launch() -> str:
         microseconds.append(float(np.median(timing.nanoseconds)) / 1e3)
     for batches in found[1:]:
         _same(batches, [{name: each[name].cpu() for name in each} for each in found[0]])
-    through, past = min(microseconds[::2]), min(microseconds[1::2])
-    text = f"{through:.1f} µs a sample through Triton, {past:.1f} µs direct"
-    if past > 2 * through:
-        raise Slow(text)
-    return text
+    return f"{min(microseconds[::2]):.1f} µs a sample through Triton, {min(microseconds[1::2]):.1f} µs direct"
 
 
 def captured_step(sampler: Any = EXACT, adds: bool = False) -> Callable[[], str]:
@@ -411,8 +403,8 @@ def _in_child(check: Callable[[], str], told: Connection) -> None:
     os.setpgid(0, 0)
     try:
         found = ("ok", check())
-    except (Wrong, Slow) as error:
-        found = (type(error).__name__.upper(), str(error))
+    except Wrong as error:
+        found = ("WRONG", str(error))
     except BaseException as error:
         found = ("CRASH", " ".join(f"{type(error).__name__}: {error}".split())[:400])
     told.send(found)

@@ -69,9 +69,8 @@ def records(run: Run, cases: Sequence[Case], progress: Progress) -> Iterator[Rec
 
 def too_large(case: Case, device: torch.device) -> str | None:
     """Why the case does not fit into the memory that is free on the device; None when it does."""
-    if device.type == "cuda":
-        # what torch has cached is free
-        torch.cuda.empty_cache()
+    # what torch has cached on a GPU is free
+    torch.cuda.empty_cache()
     slot = case.kind.memory + (0 if case.kind.dtype is None else FRAME_BYTES)
     needed, free = case.capacity * slot + case.batch * max(1500, 4 * case.kind.drawn), free_bytes(device)
     if free is None or needed <= _SHARE * free:
