@@ -234,5 +234,7 @@ def _interrupted(number: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupted)
+    # a shell lets what it starts in the background ignore SIGINT, and so would its steps
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, _interrupted)
     sys.exit(main(sys.argv[1:]))

@@ -303,8 +303,7 @@ def section(name: str, records: Records) -> str:
 
 def measured(records: Records, peers: Records) -> list[str]:
     """The texts of all tables that these records fill, compared with earlier records of peers."""
-    names = [name for name, each in SECTIONS.items() if any(map(each.holds, records))]
-    return [section(name, [*records, *peers]) for name in names]
+    return [section(name, [*records, *peers]) for name, each in SECTIONS.items() if any(map(each.holds, records))]
 
 
 def updated(document: str, records: Records) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -81,3 +83,11 @@ def default_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 def full(request: pytest.FixtureRequest) -> bool:
     """Whether sizes are those of --full."""
     return bool(request.param == "full")
+
+
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """SIGINT has its usual effect here and in processes that start here, also where a shell lets tests ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -78,7 +78,9 @@ def test_parts_fit_their_time_and_programs_know_the_options_given_to_them(
     assert all((ROOT / word.partition("=")[2]).is_file() for word in ignored)
 
 
-def test_a_step_that_fails_hangs_or_loses_the_device_stops_nothing(tmp_path: Path, run: Run, capfd: Capfd) -> None:
+def test_a_step_that_fails_hangs_or_loses_the_device_stops_nothing(
+    tmp_path: Path, run: Run, capfd: Capfd, heard: None
+) -> None:
     # interrupted when its time is over, so that what was measured is still written; Python may take seconds to start
     slow = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('written')"
     short = Step("slow", [sys.executable, "-S", "-c", slow], 5)

@@ -123,7 +123,7 @@ def train(folder: Path, arguments: Any, looks: int | None = None) -> int:
     return main([*arguments, "--output", str(folder)])
 
 
-def test_a_signal_that_comes_twice_at_once_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_comes_twice_at_once_is_one_request(monkeypatch: pytest.MonkeyPatch, heard: None) -> None:
     """As `timeout` sends it; the next one is from somebody who waits no longer."""
     with StopRequest() as stop:
         signal.raise_signal(signal.SIGINT)
