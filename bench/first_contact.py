@@ -291,8 +291,9 @@ def trained(env: str, *options: str) -> Callable[[], str]:
         with tempfile.TemporaryDirectory() as folder:
             words = [*PROGRAM, "train", env, "--device", "cuda", "--seed", "0", "--max-seconds", "10"]
             words += ["--no-checkpoint-replay", "--overwrite", "--output", folder, *options, *TINY]
-            done = subprocess.run([sys.executable, *words], check=True, stderr=subprocess.PIPE, text=True)
+            done = subprocess.run([sys.executable, *words], stderr=subprocess.PIPE, text=True)
             print(done.stderr, file=sys.stderr, flush=True)
+            done.check_returncode()
             if refused := [line for line in done.stderr.splitlines() if "cannot be captured" in line]:
                 raise Wrong(refused[0])
             summary = json.loads((Path(folder) / "summary.json").read_text())
@@ -408,7 +409,6 @@ def _in_child(check: Callable[[], str], told: Connection) -> None:
     except BaseException as error:
         found = ("CRASH", " ".join(f"{type(error).__name__}: {error}".split())[:400])
     told.send(found)
-    told.close()
     sys.stdout.flush()
     # no clean-up: on a lost device it could hang
     os._exit(0)
