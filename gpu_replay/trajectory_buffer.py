@@ -277,6 +277,7 @@ class TrajectoryReplayBuffer(Buffer):
         missing or unknown field, ValueError for a wrong shape, device or a value out of range, TypeError for a dtype
         that would lose values. Nothing is stored by a call that raises; on CUDA, after an interrupt (KeyboardInterrupt)
         between its launches, calls raise RuntimeError until `clear` or `load_state_dict`.
+        Values of tensors on CUDA are not looked at: floats too large for the field become infinite.
         """
         if is_dynamo_compiling():
             return self._operators.add(fields if final_obs is None else {**fields, "final_obs": final_obs}, priority)

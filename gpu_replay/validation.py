@@ -1,8 +1,9 @@
 """Checks the values that users pass in, and converts them to the dtype and the device of the buffer.
 
 Nothing here stores anything: a call that raises leaves the buffer as it was. Values already on a CUDA device are never
-looked at, since that would stall it; there only casts that cannot overflow are made. References to inputs
-may be dropped immediately: memory of another CUDA stream is not reused before the current stream has read it.
+looked at, since that would stall it; there whole numbers are not narrowed, and floats that are too large become
+infinite. References to inputs may be dropped immediately: memory of another CUDA stream is not reused before the
+current stream has read it.
 """
 
 from __future__ import annotations
