@@ -274,7 +274,7 @@ PENDULUM = {"learning_rate": 1e-3, "learning_starts": 500}
 RUNS: dict[str, tuple[Any, str, int, dict[str, Any], float]] = {
     "PrioritizedDQN": (PrioritizedDQN, "CartPole-v1", 50_000, CARTPOLE | PRIORITIZED, 475),
     "PrioritizedSAC": (PrioritizedSAC, "Pendulum-v1", 6_000, PENDULUM | PRIORITIZED, -200),
-    "PrioritizedTD3": (PrioritizedTD3, "Pendulum-v1", 8_000, PENDULUM | PRIORITIZED, -200),
+    "PrioritizedTD3": (PrioritizedTD3, "Pendulum-v1", 12_000, PENDULUM | PRIORITIZED, -200),
     "SAC": (sb3.SAC, "Pendulum-v1", 6_000, PENDULUM | {"replay_buffer_class": SB3ReplayBuffer}, -200),
 }
 
