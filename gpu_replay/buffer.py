@@ -16,12 +16,11 @@ from gpu_replay.batch import Batch
 from gpu_replay.engines.host import HostEngine
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import StoragePath
-from gpu_replay.engines.sampler_plan import plan_of
 from gpu_replay.engines.saved_state import StateLayout
 from gpu_replay.engines.storage import UNIFORM, check_capacity, estimate
 from gpu_replay.fields import Field, check_fields, check_names, classic_fields, flattened
 from gpu_replay.graphs.custom_ops import batch_kind
-from gpu_replay.samplers import Sampler
+from gpu_replay.samplers import Sampler, check_sampler
 
 if TYPE_CHECKING:
     from gymnasium import Space
@@ -44,10 +43,9 @@ class ReplayBuffer(Buffer):
     storage_path: with a buffer on the CPU, a folder: its fields are kept in a file there, mapped into memory, for rings
               larger than memory.
 
-    Samples and checkpoints do not depend on where the fields are kept. The file is scratch: its blocks are reserved
-    when the buffer is made, and it is removed with the buffer (or by the next one there, where a process was killed).
-    Use `save` for what must last. The folder is made if need be, serves one buffer at a time (RuntimeError for a
-    second), and other files in it are left alone.
+    Samples and checkpoints do not depend on where the fields are kept. The file is scratch and has no name: its blocks
+    are reserved when the buffer is made, and freed with it, also where the process is killed. Use `save` for what must
+    last. The folder is made if need be.
 
     One thread may `add` while another samples and updates. Raises MemoryError with a per-field table, before anything
     is allocated, when the device, the host or the disk does not have the bytes; OSError for a folder that cannot be
@@ -81,7 +79,7 @@ class ReplayBuffer(Buffer):
     @staticmethod
     def _layout(*, capacity: int, sampler: Sampler, fields: Mapping[str, Field]) -> StateLayout:
         check_fields(fields)
-        return StateLayout(check_capacity(capacity), plan_of(sampler))
+        return StateLayout(check_capacity(capacity), check_sampler(sampler))
 
     def _make_engine(self) -> HostEngine | DeviceEngine:
         if self._on_host:
@@ -155,12 +153,7 @@ class ReplayBuffer(Buffer):
         """
         if is_dynamo_compiling():
             return self._operators.sample(self._batch_kind, batch_size, beta)
-        batch, exponent, mark = validation.check_batch_size(batch_size), validation.check_beta(beta), None
-        try:
-            with self._lock:
-                self._check_enough(batch)
-                mark = self._draws.mark()
-                return Batch(self._engine.sample(batch, exponent))
-        except BaseException:
-            self._take_back(mark)
-            raise
+        batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
+        with self._lock:
+            self._check_enough(batch)
+            return Batch(self._engine.sample(batch, exponent))

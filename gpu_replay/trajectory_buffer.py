@@ -312,8 +312,7 @@ class TrajectoryReplayBuffer(Buffer):
 
         The state is that after T calls of `add`, bit for bit: the same masses, keys and samples. On a CPU it takes
         well under a microsecond for each step of an environment, and an interrupt takes effect before or after it; on
-        CUDA it waits for the device, and keeps a copy of what it overwrites until it returns. Raises as `add` does, and
-        nothing is stored by a call that raises.
+        CUDA an interrupt leaves the steps before it. Raises as `add` does, and nothing is stored by a call that raises.
         """
         if self._stream_order.capturing():
             raise RuntimeError("extend waits for the device and cannot be captured in a CUDA graph; use add.")
@@ -383,21 +382,12 @@ class TrajectoryReplayBuffer(Buffer):
         """
         if is_dynamo_compiling():
             return self._operators.sample(self._batch_kind, batch_size, beta)
-        batch, exponent, mark = validation.check_batch_size(batch_size), validation.check_beta(beta), None
-        try:
-            with self._lock:
-                self._check_enough(batch)
-                mark = self._draws.mark()
-                relabel = self._relabel
-                if relabel is None or not (count := relabel.count(batch)):
-                    return Batch(self._engine.sample(batch, exponent))
-                tensors, shown = self._engine.sample_relabeled(batch, exponent, relabel, count)
-            # the user's functions run while other threads add
-            relabel.rewrite(tensors, shown, self._gamma)
-            return Batch(tensors)
-        except BaseException:
-            self._take_back(mark)
-            raise
+        batch, exponent, relabel = validation.check_batch_size(batch_size), validation.check_beta(beta), self._relabel
+        with self._lock:
+            self._check_enough(batch)
+            if relabel is None or not (count := relabel.count(batch)):
+                return Batch(self._engine.sample(batch, exponent))
+            return Batch(self._engine.sample_relabeled(batch, exponent, relabel, count))
 
     def sample_sequences(
         self,
@@ -451,18 +441,13 @@ class TrajectoryReplayBuffer(Buffer):
                     f"{call} needs {steps} consecutive steps of an environment; the buffer holds {added - first}. "
                     "Add more, or ask for shorter windows."
                 )
-            mark = self._draws.mark()
-            try:
-                if not strict and every == 1:
-                    self._check_enough(batch, (steps - 1) * self._num_envs, call)
-                    return Batch(self._engine.sample_sequences(batch, steps, exponent))
-                sampler, available = self._engine.sequence_sampler(steps, bool(strict), every)
-                call = f"{call} with strict={bool(strict)}, stride={every}"
-                self._check_enough(batch, call=call, available=available)
-                return Batch(self._engine.sample_sequences(batch, steps, exponent, sampler))  # type: ignore[arg-type]
-            except BaseException:
-                self._draws.take_back(mark)
-                raise
+            if not strict and every == 1:
+                self._check_enough(batch, (steps - 1) * self._num_envs, call)
+                return Batch(self._engine.sample_sequences(batch, steps, exponent))
+            sampler, available = self._engine.sequence_sampler(steps, bool(strict), every)
+            call = f"{call} with strict={bool(strict)}, stride={every}"
+            self._check_enough(batch, call=call, available=available)
+            return Batch(self._engine.sample_sequences(batch, steps, exponent, sampler))  # type: ignore[arg-type]
 
     def clear(self) -> None:
         """Forget all steps; keys, the counts of `stats()` and running episodes go on.

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .constants import ADDED, FIRST, LOWEST, NO_MASS, RANDOM, SEED, STEP, is_last
+from .constants import ADDED, FIRST, LOWEST, NO_MASS, RANDOM, SEED
 from .division import divided, remainder
 from .random import floor_of_product, permuted_rank, words_at
 from .ranks import rank_at
@@ -101,14 +101,13 @@ def draw_kernel(
             programs look.
     ranks:  for "rank": the running sums of the masses of ranks, the ages in order of rank, and how many of these can
             be drawn: none of the newest `skipped` slots.
-    outputs: slots, keys, probabilities (1 from row `drawn` on), masses or weights, and how often slots were sampled.
+    outputs: slots, keys, probabilities (1 from row `drawn` on) and masses, 0 in rows that were not drawn by one.
     words:  words[0], if given, becomes the block of the stream after the words of the draws, which are `blocks_drawn`
             blocks; `batch` more words are then taken as well.
     per_...: reciprocals, see `division.py`.
 
-    A uniform draw has weights 1, and its last program moves stream and schedule on. The others leave masses, 0 in rows
-    that were not drawn, and in counters[LOWEST] the smallest mass of the batch or, with LOWEST_OF_ALL, of all slots,
-    for the launch that makes the weights and moves stream and schedule on.
+    It leaves in counters[LOWEST] the smallest mass of the batch or, with LOWEST_OF_ALL, of all slots, for the launch that
+    finishes the sample, and changes nothing that lasts.
 
     A graph replayed after a `clear` may ask for more than there is: keys then repeat or mean nothing, and all of it
     stays inside.
@@ -119,12 +118,11 @@ def draw_kernel(
         draw = program * DRAWS + tl.arange(0, DRAWS)
         by_chance = draw < drawn
         added = tl.load(counters_ptr + ADDED)
-        block, step = tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + STEP)
         head = remainder(added, capacity, per_capacity)
         newest = tl.maximum(added - batch + draw, 0)
         if len(words) > 0:
             if program == 0:
-                tl.store(words[0], block + blocks_drawn)
+                tl.store(words[0], tl.load(counters_ptr + RANDOM) + blocks_drawn)
         if len(levels) > 0:
             # all that no other load has to be waited for
             root = root_of(levels, draw, FANOUT)
@@ -148,7 +146,8 @@ def draw_kernel(
             else:
                 slot = remainder(tl.where(by_chance, oldest + rank, newest), capacity, per_capacity)
             chance = 1.0 / count.to(tl.float64)
-            value = tl.full([DRAWS], 1.0, tl.float32)
+            # without a mass the weight is 1
+            mass = slot * 0
         else:
             if BY == "mass":
                 target = target_in(within, draw, drawn, per_drawn, counters_ptr, STRATIFIED)
@@ -181,20 +180,11 @@ def draw_kernel(
                 else:
                     last = remainder(newest, capacity, per_capacity)
                 slot = tl.where(by_chance, slot, last)
-            value = tl.where(by_chance, mass, 0)
 
         live = draw < batch
         tl.store(outputs[0] + draw, slot, mask=live)
         tl.store(outputs[1] + draw, key_in_slot(slot, added, head, capacity), mask=live)
         tl.store(outputs[2] + draw, tl.where(by_chance, chance, 1.0).to(tl.float32), mask=live)
-        tl.store(outputs[3] + draw, value, mask=live)
-        tl.atomic_add(outputs[4] + slot, tl.full(slot.shape, 1, tl.int32), mask=live, sem="relaxed")
-        if UNIFORM:
-            if is_last(counters_ptr, draw_programs):
-                tl.store(counters_ptr + STEP, step + 1)
-                moved = block + blocks_drawn
-                if len(words) > 0:
-                    moved += (batch + 3) // 4
-                tl.store(counters_ptr + RANDOM, moved)
+        tl.store(outputs[3] + draw, tl.where(by_chance, mass, 0), mask=live)
     elif len(low) > 0:
         find_lowest(low[0], levels[0], program - draw_programs, blocks, counters_ptr, EDGE, BLOCKS)

@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from .constants import ADDED, FINAL, FIRST, RANDOM, SEED, is_last
+from .constants import ADDED, FINAL, FIRST, RANDOM, SEED
 from .random import ROUNDS_OF_FEW, floor_of_product, permuted_rank, words_at
 
 
-@triton.jit(do_not_specialize=["count", "batch", "envs", "steps", "finals", "moved"])
+@triton.jit(do_not_specialize=["count", "batch", "envs", "steps", "finals", "after"])
 def choose_goals_kernel(
     keys_ptr,
     streams,
@@ -18,7 +18,7 @@ def choose_goals_kernel(
     envs,
     steps,
     finals,
-    moved,
+    after,
     LAST: tl.constexpr,
     EPISODE: tl.constexpr,
     DRAWS: tl.constexpr,
@@ -26,7 +26,7 @@ def choose_goals_kernel(
     """`count` random rows of the batch; of each whether its goal is known, and the slot or the kept row of the new one.
 
     Steps are counted from the row's own one, those before it with a minus. LAST: take the last step of the episode;
-    EPISODE: any stored one; else one from the row's own on. The last program moves the stream on by `moved` blocks. A
+    EPISODE: any stored one; else one from the row's own on. Its words begin `after` blocks on. A
     replayed graph may have drawn slots that are not live: all of it stays inside.
 
     streams: flags, depths, spans, spans of parted episodes, rows of final observations. outputs: rows, known, slots,
@@ -36,7 +36,7 @@ def choose_goals_kernel(
     draw = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     live = draw < count
     added = tl.load(counters_ptr + ADDED)
-    block = tl.load(counters_ptr + RANDOM)
+    block = tl.load(counters_ptr + RANDOM) + after
     seed = tl.load(counters_ptr + SEED)
     capacity = envs.to(tl.int64) * steps
     row = permuted_rank(draw, live, batch.to(tl.int64), block, seed)
@@ -85,5 +85,3 @@ def choose_goals_kernel(
     tl.store(outputs[0] + draw, row, mask=live)
     tl.store(outputs[1] + draw, known, mask=live)
     tl.store(outputs[2] + draw, after * envs + env, mask=live)
-    if is_last(counters_ptr, tl.num_programs(0)):
-        tl.store(counters_ptr + RANDOM, block + moved)

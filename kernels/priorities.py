@@ -16,6 +16,7 @@ from .constants import (
     is_last,
 )
 from .division import remainder
+from .ring import write_rows
 
 
 @triton.jit
@@ -93,8 +94,27 @@ def is_live(key, counters_ptr, capacity):
     return (key >= oldest) & (key < added)
 
 
-@triton.jit(do_not_specialize=["rows", "skipped", "capacity", "segment"])
-def insert_kernel(
+@triton.jit(do_not_specialize=["blocks"])
+def find_highest_kernel(high_ptr, leaves_ptr, counters_ptr, blocks, EDGE: tl.constexpr, BLOCKS: tl.constexpr):
+    """Bring the largest stored mass into counters[HIGHEST], for the `add` that follows."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    # blocks past the end hold no mass
+    high = tl.load(high_ptr + block, mask=block < blocks, other=0)
+    dirty = high < 0
+    place = block[:, None] * EDGE + tl.arange(0, EDGE)[None, :]
+    # only blocks that changed are read again
+    masses = tl.load(leaves_ptr + place, mask=dirty[:, None], other=0)  # [BLOCKS, EDGE]
+    high = tl.where(dirty, tl.max(masses, axis=1), high)
+    # copies of a thread's block in other threads have been read before it changes
+    tl.debug_barrier()
+    tl.store(high_ptr + block, high, mask=dirty)
+    tl.atomic_max(counters_ptr + HIGHEST, tl.max(high, axis=0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows", "skipped", "capacity", "segment", "inserting"])
+def add_kernel(
+    inputs,
+    stores,
     levels,
     extremes,
     rule,
@@ -106,6 +126,8 @@ def insert_kernel(
     skipped,
     capacity,
     segment,
+    inserting,
+    LAYOUT: tl.constexpr,
     FANOUT: tl.constexpr,
     SHIFT: tl.constexpr,
     EDGE: tl.constexpr,
@@ -114,9 +136,9 @@ def insert_kernel(
     ORDERED: tl.constexpr,
     SOURCE: tl.constexpr,
 ):
-    """Give the transitions just written their keys and masses, and count them.
+    """Store transitions, give them their keys and masses, and count them: an `add` is this launch.
 
-    The slots form one segment, or two where the ring wraps; each has `segment` programs, a program covers BLOCKS blocks
+    The first `inserting` programs give masses, the others move rows of the fields. The slots form one segment, or two where the ring wraps; each has `segment` programs, a program covers BLOCKS blocks
     of FANOUT slots. levels, extremes, rule: of the tree, those of blocks of EDGE leaves, and for `mass_of`; empty
     without priorities. The last program to finish moves the ring on.
     """
@@ -125,46 +147,49 @@ def insert_kernel(
     skipped = skipped.to(tl.int64)
     start = (added + skipped) % capacity
     stop = start + (rows - skipped)
-    wrapped = program >= segment
-    low = tl.where(wrapped, 0, start)
-    high = tl.where(wrapped, stop - capacity, tl.minimum(stop, capacity))
-    first_block = low // FANOUT + tl.where(wrapped, program - segment, program) * BLOCKS
-    # without a wrap the second segment is empty, and programs past both are there for the keys alone
-    if first_block * FANOUT < high:
-        block = first_block + tl.arange(0, BLOCKS)
-        slot = block[:, None] * FANOUT + tl.arange(0, FANOUT)[None, :]
-        live = (slot >= low) & (slot < high)
-        row = slot + (skipped - start + tl.where(wrapped, capacity, 0))
-        tl.store(times_sampled_ptr + slot, tl.full([BLOCKS, FANOUT], 0, tl.int32), mask=live)
-        tl.store(keys_ptr + row, added + row, mask=live)
-        if len(levels) > 0:
-            new = tl.full([BLOCKS, FANOUT], 0, tl.int64) + initial_mass(rule, counters_ptr, SOURCE)
+    if program < inserting:
+        wrapped = program >= segment
+        low = tl.where(wrapped, 0, start)
+        high = tl.where(wrapped, stop - capacity, tl.minimum(stop, capacity))
+        first_block = low // FANOUT + tl.where(wrapped, program - segment, program) * BLOCKS
+        # without a wrap the second segment is empty, and programs past both are there for the keys alone
+        if first_block * FANOUT < high:
+            block = first_block + tl.arange(0, BLOCKS)
+            slot = block[:, None] * FANOUT + tl.arange(0, FANOUT)[None, :]
+            live = (slot >= low) & (slot < high)
+            row = slot + (skipped - start + tl.where(wrapped, capacity, 0))
+            tl.store(times_sampled_ptr + slot, tl.full([BLOCKS, FANOUT], 0, tl.int32), mask=live)
+            tl.store(keys_ptr + row, added + row, mask=live)
+            if len(levels) > 0:
+                new = tl.full([BLOCKS, FANOUT], 0, tl.int64) + initial_mass(rule, counters_ptr, SOURCE)
+                if GIVEN:
+                    priority = tl.load(priority_ptr + row, mask=live, other=0).to(tl.float64)
+                    own, saturated = mass_of(priority, rule, ORDERED)
+                    new = tl.where(own > 0, own, new)
+                    count_masses(own, saturated, live, counters_ptr, PENDING_MAX_MASS)
+                # slots outside the segment keep their mass
+                old = tl.load(levels[0] + slot, mask=live, other=0)
+                change = tl.sum(tl.where(live, new - old, 0), axis=1)  # [BLOCKS]
+                # copies of a thread's slot in other threads have been read before it changes
+                tl.debug_barrier()
+                tl.store(levels[0] + slot, new, mask=live)
+                touched = (block * FANOUT < high) & (block * FANOUT + FANOUT > low)
+                for each in tl.static_range(len(extremes)):
+                    edge = block * FANOUT // EDGE
+                    tl.store(extremes[each] + edge, tl.full([BLOCKS], DIRTY, tl.int64), mask=touched)
+                for level in tl.static_range(1, len(levels)):
+                    tl.atomic_add(levels[level] + (block >> (SHIFT * (level - 1))), change, mask=touched, sem="relaxed")
+        # keys of transitions that did not stay, because more came than fit; their priorities were given all the same
+        if skipped > 0:
+            for_key = program * (BLOCKS * FANOUT) + tl.arange(0, BLOCKS * FANOUT)
+            named = for_key < skipped
+            tl.store(keys_ptr + for_key, added + for_key, mask=named)
             if GIVEN:
-                priority = tl.load(priority_ptr + row, mask=live, other=0).to(tl.float64)
+                priority = tl.load(priority_ptr + for_key, mask=named, other=0).to(tl.float64)
                 own, saturated = mass_of(priority, rule, ORDERED)
-                new = tl.where(own > 0, own, new)
-                count_masses(own, saturated, live, counters_ptr, PENDING_MAX_MASS)
-            # slots outside the segment keep their mass
-            old = tl.load(levels[0] + slot, mask=live, other=0)
-            change = tl.sum(tl.where(live, new - old, 0), axis=1)  # [BLOCKS]
-            # copies of a thread's slot in other threads have been read before it changes
-            tl.debug_barrier()
-            tl.store(levels[0] + slot, new, mask=live)
-            touched = (block * FANOUT < high) & (block * FANOUT + FANOUT > low)
-            for each in tl.static_range(len(extremes)):
-                edge = block * FANOUT // EDGE
-                tl.store(extremes[each] + edge, tl.full([BLOCKS], DIRTY, tl.int64), mask=touched)
-            for level in tl.static_range(1, len(levels)):
-                tl.atomic_add(levels[level] + (block >> (SHIFT * (level - 1))), change, mask=touched, sem="relaxed")
-    # keys of transitions that did not stay, because more came than fit; their priorities were given all the same
-    if skipped > 0:
-        for_key = program * (BLOCKS * FANOUT) + tl.arange(0, BLOCKS * FANOUT)
-        named = for_key < skipped
-        tl.store(keys_ptr + for_key, added + for_key, mask=named)
-        if GIVEN:
-            priority = tl.load(priority_ptr + for_key, mask=named, other=0).to(tl.float64)
-            own, saturated = mass_of(priority, rule, ORDERED)
-            count_masses(own, saturated, named, counters_ptr, PENDING_MAX_MASS)
+                count_masses(own, saturated, named, counters_ptr, PENDING_MAX_MASS)
+    else:
+        write_rows(inputs, stores, added, program - inserting, rows, skipped, capacity, LAYOUT)
 
     if is_last(counters_ptr, tl.num_programs(0)):
         tl.store(counters_ptr + HIGHEST, 0)

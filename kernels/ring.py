@@ -1,4 +1,4 @@
-"""Copies between the ring and a batch: `gather` reads rows, and can weigh them; `write` stores consecutive rows.
+"""Copies between the ring and a batch: `gather` reads rows, and can weigh them; `write_rows` stores consecutive ones.
 
 One launch serves all fields. Tensors come as tuples, one pointer a field; differences between fields are known at
 compile time, so that a field whose rows are multiples of 16 bytes is moved in 16-byte words.
@@ -7,8 +7,7 @@ compile time, so that a field whose rows are multiples of 16 bytes is moved in 1
 import triton
 import triton.language as tl
 
-from .constants import ADDED, HIGHEST
-from .weights import weigh
+from .weights import finish
 
 
 @triton.jit
@@ -64,7 +63,7 @@ def gather_rows(sources, outputs, slots_ptr, batch, local, FROM: tl.constexpr, L
 def gather_kernel(
     sources,
     outputs,
-    pending,
+    sample,
     slots_ptr,
     counters_ptr,
     batch,
@@ -75,39 +74,20 @@ def gather_kernel(
 ):
     """outputs[f][i] = sources[f][slots[i]], scaled and cast; see `ops/ring.py` for LAYOUT.
 
-    With DRAWS the first programs make the weights of as many draws each: see `weigh`.
+    With DRAWS the first programs finish as many draws each: see `finish`.
     """
     batch = batch.to(tl.int64)
     local = tl.program_id(0).to(tl.int64)
     if DRAWS > 0:
-        local = weigh(pending, counters_ptr, local, batch, blocks_drawn, beta, DRAWS)
+        local = finish(sample, counters_ptr, local, batch, blocks_drawn, beta, DRAWS)
     gather_rows(sources, outputs, slots_ptr, batch, local, 0, LAYOUT)
 
 
-@triton.jit(do_not_specialize=["rows", "skipped", "capacity", "blocks"])
-def write_kernel(
-    inputs,
-    stores,
-    counters_ptr,
-    highest,
-    rows,
-    skipped,
-    capacity,
-    blocks,
-    LAYOUT: tl.constexpr,
-    EDGE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """stores[f][(added + i) % capacity] = inputs[f][i] for skipped <= i < rows.
-
-    highest: pointers to the largest mass of each block of EDGE leaves and to the leaves; if given, further programs
-    find the largest stored mass for the launch that follows.
-    """
-    skipped = skipped.to(tl.int64)
+@triton.jit
+def write_rows(inputs, stores, added, local, rows, skipped, capacity, LAYOUT: tl.constexpr):
+    """stores[f][(added + i) % capacity] = inputs[f][i] for skipped <= i < rows; a program moves one tile of one field."""
     kept = rows - skipped
-    start = (tl.load(counters_ptr + ADDED) + skipped) % capacity
-    # the program's number among those of the current field, then among those that look for the largest mass
-    local = tl.program_id(0).to(tl.int64)
+    start = (added + skipped) % capacity
     for f in tl.static_range(len(LAYOUT.widths)):
         programs = programs_of(kept, f, LAYOUT)
         if (local >= 0) & (local < programs):
@@ -121,18 +101,3 @@ def write_kernel(
             place = slot[:, None] * LAYOUT.widths[f] + column[None, :]
             tl.store(stores[f] + place, values.to(stores[f].dtype.element_ty), mask=live)
         local -= programs
-    if len(highest) > 0:
-        high_ptr, masses_ptr = highest
-        if local >= 0:
-            block = local * BLOCKS + tl.arange(0, BLOCKS)
-            # blocks past the end hold no mass
-            high = tl.load(high_ptr + block, mask=block < blocks, other=0)
-            dirty = high < 0
-            place = block[:, None] * EDGE + tl.arange(0, EDGE)[None, :]
-            # only blocks that changed are read again
-            masses = tl.load(masses_ptr + place, mask=dirty[:, None], other=0)  # [BLOCKS, EDGE]
-            high = tl.where(dirty, tl.max(masses, axis=1), high)
-            # copies of a thread's block in other threads have been read before it changes
-            tl.debug_barrier()
-            tl.store(high_ptr + block, high, mask=dirty)
-            tl.atomic_max(counters_ptr + HIGHEST, tl.max(high, axis=0), sem="relaxed")

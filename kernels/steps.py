@@ -22,7 +22,7 @@ from .constants import (
 )
 from .division import remainder
 from .priorities import initial_mass, mass_of, raise_max_mass
-from .ring import programs_of, tile_at
+from .ring import programs_of, tile_at, write_rows
 
 
 @triton.jit
@@ -49,10 +49,42 @@ def assign(levels, extremes, eligible, slot, new, touched, SHIFT: tl.constexpr, 
     return tl.sum(tl.sum(more, axis=1), axis=0)
 
 
+@triton.jit
+def keeps_final(env, named, step, HINDSIGHT: tl.constexpr):
+    """Whether the episodes of environments end with a final observation to be kept: 1 or 0."""
+    terminated = tl.load(step[0] + env, mask=named, other=0)
+    truncated = tl.load(step[1] + env, mask=named, other=0)
+    # a terminated window needs none, but its goal may be wanted
+    return (terminated | truncated if HINDSIGHT else truncated > terminated).to(tl.int64)
+
+
+@triton.jit
+def final_rows(
+    env, named, step, owner_ptr, kept, oldest, finals, per_finals, first, HINDSIGHT: tl.constexpr, BEFORE: tl.constexpr = 128
+):
+    """Rows of the pool for the final observations of environments from `first` on, and whether they are free to take.
+
+    Rows go by the order of the environments, after the `kept` that there were.
+    """
+    wants = tl.full([BEFORE], 0, tl.int64)
+    for begin in range(0, first, BEFORE):
+        other = begin + tl.arange(0, BEFORE)
+        wants += keeps_final(other, other < first, step, HINDSIGHT)
+    keeps = keeps_final(env, named, step, HINDSIGHT)
+    rank = tl.sum(wants, axis=0) + tl.cumsum(keeps, axis=0) - 1
+    few = (keeps > 0) & (rank < finals)
+    place = remainder(kept, finals, per_finals) + rank
+    place = tl.where(place < finals, place, place - finals)
+    # owners are in the order of their keys, so the free rows come first
+    return place, few & (tl.load(owner_ptr + place, mask=few, other=0) < oldest)
+
+
 @triton.jit(
-    do_not_specialize=["envs", "capacity", "stack", "n_step", "finals", "per_capacity", "per_lines", "per_finals"]
+    do_not_specialize=["envs", "capacity", "stack", "n_step", "finals", "per_capacity", "per_lines", "per_finals", "stepping"]
 )
 def add_step_kernel(
+    inputs,
+    stores,
     levels,
     extremes,
     eligible,
@@ -70,6 +102,8 @@ def add_step_kernel(
     per_capacity,
     per_lines,
     per_finals,
+    stepping,
+    LAYOUT: tl.constexpr,
     SHIFT: tl.constexpr,
     EDGE: tl.constexpr,
     ENVS: tl.constexpr,
@@ -81,7 +115,7 @@ def add_step_kernel(
     WITH_FINALS: tl.constexpr,
     HINDSIGHT: tl.constexpr,
 ):
-    """Add the flags of the step just written, take away the starts that it costs, and add those that it completes.
+    """Store a step and its flags, take away the starts that it costs, and add those that it completes.
 
     A program has ENVS environments, and alone touches their slots; sums above them change by atomics. It looks at the
     last AGES starts of each, which the step may complete, and FRAMES that may lose a frame of their stack. The last
@@ -98,145 +132,130 @@ def add_step_kernel(
     MASSES: tl.constexpr = len(rule) > 0
     GIVEN: tl.constexpr = len(step) > 2
     program = tl.program_id(0).to(tl.int64)
-    env = program * ENVS + tl.arange(0, ENVS)
-    named = env < envs
-    added = tl.load(counters_ptr + ADDED)
-    oldest = tl.maximum(tl.load(counters_ptr + FIRST), added + envs - capacity)
-    # slot of the first environment, and its place among the pending masses
-    lines = envs.to(tl.int64) * (n_step + 1)
-    head = remainder(added, capacity, per_capacity)
-    line = remainder(added, lines, per_lines)
-    slot = head + env
-    previous = tl.where(head > 0, head, capacity) - envs + env
-    # environments past the end do nothing
-    before = tl.load(flags_ptr + previous, mask=named, other=0).to(tl.int32)
-    # it stops counting before the sum with a window is more than a 32-bit number
-    depth = tl.minimum(tl.load(depth_ptr + previous, mask=named, other=0), 2147483646 - n_step) + 1
-    terminated = tl.load(terminated_ptr + env, mask=named, other=0).to(tl.int32)
-    truncated = tl.load(truncated_ptr + env, mask=named, other=0).to(tl.int32)
-    flags = terminated * TERMINATED | truncated * TRUNCATED
-    over = before & (TERMINATED | TRUNCATED | CUT)
-    if NEXT_STEP:
-        # a step that was broken off from outside is followed by a first one
-        dead = ((before & (TERMINATED | TRUNCATED)) != 0) & ((before & CUT) == 0)
-        flags = tl.where(dead, DEAD, flags)
-        over = before & (DEAD | CUT)
-    behind = depth.to(tl.int64)
-    # nothing comes before the very first step
-    depth = tl.where((over != 0) | (added == 0), 0, depth)
-
-    kept = env * 0
-    if WITH_FINALS:
-        # rows go by the order of the environments: those that programs before this one want come first
-        wants = kept
-        for block in range(program):
-            # all of them exist
-            others = block * ENVS + tl.arange(0, ENVS)
-            if HINDSIGHT:
-                wants += (tl.load(truncated_ptr + others) | tl.load(terminated_ptr + others)).to(tl.int64)
-            else:
-                wants += (tl.load(truncated_ptr + others) > tl.load(terminated_ptr + others)).to(tl.int64)
-        keeps = flags == TRUNCATED
-        if HINDSIGHT:
-            # a terminated window needs no final observation, but its goal may be wanted
-            keeps = flags != 0
-        rank = tl.sum(wants, axis=0) + tl.cumsum(keeps.to(tl.int64), axis=0) - 1
-        few = keeps & (rank < finals)
-        # before the barrier, as all that the last program changes
-        finals_kept = tl.load(counters_ptr + FINALS)
-        place = remainder(finals_kept, finals, per_finals) + rank
-        place = tl.where(place < finals, place, place - finals)
-        # owners are in the order of their keys, so the free rows come first
-        owner = tl.load(owner_ptr + place, mask=few, other=0)
-        free = few & (owner < oldest)
-        # copies of a thread's row in other threads have been read before it changes
-        tl.debug_barrier()
-        tl.store(owner_ptr + place, added + env, mask=free)
-        tl.store(final_ptr + slot, place.to(tl.int32), mask=free)
-        flags = tl.where(free, flags | FINAL, flags)
-        kept = free.to(tl.int64)
-
-    initial = tl.full([], 1, tl.int64)
-    if MASSES:
-        initial = initial_mass(rule, counters_ptr, SOURCE)
-    own = env * 0
-    if GIVEN:
-        priority = tl.load(step[2] + env, mask=named, other=0).to(tl.float64)
-        own, saturated = mass_of(priority, rule, ORDERED)
-        rejected = named & (own == 0) & ((flags & DEAD) == 0)
-        tl.atomic_add(counters_ptr + REJECTED, tl.sum(rejected.to(tl.int64)), sem="relaxed")
-        tl.atomic_add(counters_ptr + SATURATED, tl.sum((named & saturated).to(tl.int64)), sem="relaxed")
-
-    if HINDSIGHT:
-        # the first step of an episode is overwritten: the rest of the episode is found by its environment
-        gone = tl.load(depth_ptr + slot, mask=named, other=0) == 0
-        parted = tl.load(parted_ptr + env, mask=named, other=0)
-        parted = tl.where(gone, tl.load(spans_ptr + slot, mask=named, other=0), parted)
-        # the span of the episode that this step leaves behind; before the very first step no flags are set
-        leaves = named & (over != 0)
-        span = (behind - 1).to(tl.int32) + ((before & FINAL) != 0).to(tl.int32)
-        held = leaves & (behind * envs < capacity)
-        parted = tl.where(leaves & (held == 0), span, parted)
-        first = tl.where(held, head - behind * envs, 0)
-        first = tl.where(first < 0, first + capacity, first) + env
-
-    # in a ring of one step these are the slots that were read above
-    tl.debug_barrier()
-    if HINDSIGHT:
-        tl.store(parted_ptr + env, parted, mask=named)
-        tl.store(spans_ptr + slot, tl.full([ENVS], -1, tl.int32), mask=named)
-        tl.store(spans_ptr + first, span, mask=held)
+    added, finals_kept = tl.load(counters_ptr + ADDED), tl.load(counters_ptr + FINALS)
+    # the upper half of the ticket sums the counts that the programs keep
+    mine = tl.full([], 1, tl.int64)
+    if program < stepping:
+        env = program * ENVS + tl.arange(0, ENVS)
+        named = env < envs
+        oldest = tl.maximum(tl.load(counters_ptr + FIRST), added + envs - capacity)
+        # slot of the first environment, and its place among the pending masses
+        lines = envs.to(tl.int64) * (n_step + 1)
+        head = remainder(added, capacity, per_capacity)
+        line = remainder(added, lines, per_lines)
+        slot = head + env
+        previous = tl.where(head > 0, head, capacity) - envs + env
+        # environments past the end do nothing
+        before = tl.load(flags_ptr + previous, mask=named, other=0).to(tl.int32)
+        # it stops counting before the sum with a window is more than a 32-bit number
+        depth = tl.minimum(tl.load(depth_ptr + previous, mask=named, other=0), 2147483646 - n_step) + 1
+        terminated = tl.load(terminated_ptr + env, mask=named, other=0).to(tl.int32)
+        truncated = tl.load(truncated_ptr + env, mask=named, other=0).to(tl.int32)
+        flags = terminated * TERMINATED | truncated * TRUNCATED
+        over = before & (TERMINATED | TRUNCATED | CUT)
         if NEXT_STEP:
-            # the final observation of the step before this dead one has come
-            tl.store(flags_ptr + previous, (before | FINAL).to(tl.uint8), mask=named & dead & (previous != slot))
-    tl.store(flags_ptr + slot, flags.to(tl.uint8), mask=named)
-    tl.store(depth_ptr + slot, depth, mask=named)
-    tl.store(pending_ptr + line + env, own, mask=named)
-    tl.store(times_sampled_ptr + slot, tl.full([ENVS], 0, tl.int32), mask=named)
-    tl.store(keys_ptr + env, added + env, mask=named)
+            # a step that was broken off from outside is followed by a first one
+            dead = ((before & (TERMINATED | TRUNCATED)) != 0) & ((before & CUT) == 0)
+            flags = tl.where(dead, DEAD, flags)
+            over = before & (DEAD | CUT)
+        behind = depth.to(tl.int64)
+        # nothing comes before the very first step
+        depth = tl.where((over != 0) | (added == 0), 0, depth)
 
-    more = tl.full([], 0, tl.int64)
-    # the slots that the step takes count among the starts it may complete; the ones after them lose a frame
-    if FRAMES > 0:
-        if added >= capacity:
-            ahead = (1 + tl.arange(0, FRAMES))[:, None].to(tl.int64)
-            near = (ahead < stack) & (ahead * envs < capacity) & named[None, :]
-            # the ring wraps at most once, here and below
-            later = head + ahead * envs
-            later = tl.where(later < capacity, later, later - capacity) + env[None, :]
-            # a deep stack lost its first frame steps ago
-            lost = near & (tl.load(depth_ptr + later, mask=near, other=-1) >= ahead)
-            nothing = tl.full([FRAMES, ENVS], 0, tl.int64)
-            more += assign(levels, extremes, eligible, later, nothing, lost, SHIFT, EDGE)
+        kept = env * 0
+        if WITH_FINALS:
+            place, free = final_rows(
+                env, named, step, owner_ptr, finals_kept, oldest, finals, per_finals, program * ENVS, HINDSIGHT
+            )
+            # copies of a thread's row in other threads have been read before it changes
+            tl.debug_barrier()
+            tl.store(owner_ptr + place, added + env, mask=free)
+            tl.store(final_ptr + slot, place.to(tl.int32), mask=free)
+            flags = tl.where(free, flags | FINAL, flags)
+            kept = free.to(tl.int64)
 
-    # the observation of this step ends the full windows, an ending or its final observation all windows
-    full = (flags & DEAD) == 0
-    closing = (flags & (TERMINATED | FINAL)) != 0
-    waited = (full == 0) & ((before & (TERMINATED | TRUNCATED)) == TRUNCATED)
-    age = tl.arange(0, AGES)[:, None].to(tl.int64)
-    back = age * envs
-    early = closing[None, :] | (waited[None, :] & (age > 0))
-    chosen = ((age == n_step) & (full | waited)[None, :]) | ((age < n_step) & early)
-    chosen = chosen & named[None, :] & (depth[None, :] >= age)
-    # the first frame of the stack is stored
-    frames = tl.minimum(depth[None, :] - age, stack - 1)
-    chosen = chosen & (added - back - frames * envs >= oldest)
-    # the masses of this step have just been made
-    its_line = tl.where(line >= back, line, line + lines) - back
-    pending_mass = tl.load(pending_ptr + its_line + env[None, :], mask=chosen & (age > 0), other=0)
-    pending_mass = tl.where(chosen, tl.where(age == 0, own[None, :], pending_mass), 0)
-    new = tl.where(chosen, tl.where(pending_mass > 0, pending_mass, initial), 0)
-    earlier = tl.where(head >= back, head, head + capacity) - back + env[None, :]
-    touched = chosen | (named[None, :] & (age == 0))
-    more += assign(levels, extremes, eligible, earlier, new, touched, SHIFT, EDGE)
-    tl.atomic_add(counters_ptr + ELIGIBLE, more, sem="relaxed")
-    if MASSES:
-        tl.atomic_max(counters_ptr + PENDING_MAX_MASS, tl.max(tl.max(pending_mass, axis=1), axis=0), sem="relaxed")
+        initial = tl.full([], 1, tl.int64)
+        if MASSES:
+            initial = initial_mass(rule, counters_ptr, SOURCE)
+        own = env * 0
+        if GIVEN:
+            priority = tl.load(step[2] + env, mask=named, other=0).to(tl.float64)
+            own, saturated = mass_of(priority, rule, ORDERED)
+            rejected = named & (own == 0) & ((flags & DEAD) == 0)
+            tl.atomic_add(counters_ptr + REJECTED, tl.sum(rejected.to(tl.int64)), sem="relaxed")
+            tl.atomic_add(counters_ptr + SATURATED, tl.sum((named & saturated).to(tl.int64)), sem="relaxed")
+
+        if HINDSIGHT:
+            # the first step of an episode is overwritten: the rest of the episode is found by its environment
+            gone = tl.load(depth_ptr + slot, mask=named, other=0) == 0
+            parted = tl.load(parted_ptr + env, mask=named, other=0)
+            parted = tl.where(gone, tl.load(spans_ptr + slot, mask=named, other=0), parted)
+            # the span of the episode that this step leaves behind; before the very first step no flags are set
+            leaves = named & (over != 0)
+            span = (behind - 1).to(tl.int32) + ((before & FINAL) != 0).to(tl.int32)
+            held = leaves & (behind * envs < capacity)
+            parted = tl.where(leaves & (held == 0), span, parted)
+            first = tl.where(held, head - behind * envs, 0)
+            first = tl.where(first < 0, first + capacity, first) + env
+
+        # in a ring of one step these are the slots that were read above
+        tl.debug_barrier()
+        if HINDSIGHT:
+            tl.store(parted_ptr + env, parted, mask=named)
+            tl.store(spans_ptr + slot, tl.full([ENVS], -1, tl.int32), mask=named)
+            tl.store(spans_ptr + first, span, mask=held)
+            if NEXT_STEP:
+                # the final observation of the step before this dead one has come
+                tl.store(flags_ptr + previous, (before | FINAL).to(tl.uint8), mask=named & dead & (previous != slot))
+        tl.store(flags_ptr + slot, flags.to(tl.uint8), mask=named)
+        tl.store(depth_ptr + slot, depth, mask=named)
+        tl.store(pending_ptr + line + env, own, mask=named)
+        tl.store(times_sampled_ptr + slot, tl.full([ENVS], 0, tl.int32), mask=named)
+        tl.store(keys_ptr + env, added + env, mask=named)
+
+        more = tl.full([], 0, tl.int64)
+        # the slots that the step takes count among the starts it may complete; the ones after them lose a frame
+        if FRAMES > 0:
+            if added >= capacity:
+                ahead = (1 + tl.arange(0, FRAMES))[:, None].to(tl.int64)
+                near = (ahead < stack) & (ahead * envs < capacity) & named[None, :]
+                # the ring wraps at most once, here and below
+                later = head + ahead * envs
+                later = tl.where(later < capacity, later, later - capacity) + env[None, :]
+                # a deep stack lost its first frame steps ago
+                lost = near & (tl.load(depth_ptr + later, mask=near, other=-1) >= ahead)
+                nothing = tl.full([FRAMES, ENVS], 0, tl.int64)
+                more += assign(levels, extremes, eligible, later, nothing, lost, SHIFT, EDGE)
+
+        # the observation of this step ends the full windows, an ending or its final observation all windows
+        full = (flags & DEAD) == 0
+        closing = (flags & (TERMINATED | FINAL)) != 0
+        waited = (full == 0) & ((before & (TERMINATED | TRUNCATED)) == TRUNCATED)
+        age = tl.arange(0, AGES)[:, None].to(tl.int64)
+        back = age * envs
+        early = closing[None, :] | (waited[None, :] & (age > 0))
+        chosen = ((age == n_step) & (full | waited)[None, :]) | ((age < n_step) & early)
+        chosen = chosen & named[None, :] & (depth[None, :] >= age)
+        # the first frame of the stack is stored
+        frames = tl.minimum(depth[None, :] - age, stack - 1)
+        chosen = chosen & (added - back - frames * envs >= oldest)
+        # the masses of this step have just been made
+        its_line = tl.where(line >= back, line, line + lines) - back
+        pending_mass = tl.load(pending_ptr + its_line + env[None, :], mask=chosen & (age > 0), other=0)
+        pending_mass = tl.where(chosen, tl.where(age == 0, own[None, :], pending_mass), 0)
+        new = tl.where(chosen, tl.where(pending_mass > 0, pending_mass, initial), 0)
+        earlier = tl.where(head >= back, head, head + capacity) - back + env[None, :]
+        touched = chosen | (named[None, :] & (age == 0))
+        more += assign(levels, extremes, eligible, earlier, new, touched, SHIFT, EDGE)
+        tl.atomic_add(counters_ptr + ELIGIBLE, more, sem="relaxed")
+        if MASSES:
+            tl.atomic_max(counters_ptr + PENDING_MAX_MASS, tl.max(tl.max(pending_mass, axis=1), axis=0), sem="relaxed")
+        mine += tl.sum(kept, axis=0) << 32
+    else:
+        write_rows(inputs, stores, added, program - stepping, envs, envs * 0, capacity, LAYOUT)
 
     # every thread has read the counters before the last program changes them
     tl.debug_barrier()
-    # the upper half of the ticket sums the counts that the programs keep
-    mine = (tl.sum(kept, axis=0) << 32) + 1
     done = tl.atomic_add(counters_ptr + TICKET, mine) + mine
     if (done & 0xFFFFFFFF) == tl.num_programs(0):
         tl.store(counters_ptr + TICKET, 0)
@@ -248,31 +267,36 @@ def add_step_kernel(
         tl.store(counters_ptr + ADDED, added + envs)
 
 
-@triton.jit(do_not_specialize=["envs", "capacity"])
+@triton.jit(do_not_specialize=["envs", "capacity", "finals", "per_finals"])
 def keep_finals_kernel(
     inputs,
     pools,
-    flags_ptr,
-    final_ptr,
+    step,
+    owner_ptr,
     counters_ptr,
     envs,
     capacity,
+    finals,
+    per_finals,
     LAYOUT: tl.constexpr,
+    HINDSIGHT: tl.constexpr,
 ):
-    """pools[f][final[slot]] = inputs[f][e] for the environments whose final observation `add_step_kernel` kept."""
+    """pools[f][place] = inputs[f][e] for the environments whose final observation `add_step_kernel` will keep.
+
+    Rows that are free alone are written: nothing that is stored changes.
+    """
     envs = envs.to(tl.int64)
-    first = (tl.load(counters_ptr + ADDED) - envs) % capacity
+    oldest = tl.maximum(tl.load(counters_ptr + FIRST), tl.load(counters_ptr + ADDED) + envs - capacity)
+    kept = tl.load(counters_ptr + FINALS)
     # the program's number among those of the current field
     local = tl.program_id(0).to(tl.int64)
     for f in tl.static_range(len(LAYOUT.widths)):
         programs = programs_of(envs, f, LAYOUT)
         if (local >= 0) & (local < programs):
             env, column = tile_at(local, f, LAYOUT)
-            # environments past the end keep nothing
-            flags = tl.load(flags_ptr + first + env, mask=env < envs, other=0).to(tl.int32)
-            kept = (flags & FINAL) != 0
-            place = tl.load(final_ptr + first + env, mask=kept, other=0).to(tl.int64)
-            live = kept[:, None] & (column < LAYOUT.widths[f])[None, :]
+            first = local // LAYOUT.chunks[f] * LAYOUT.rows[f]
+            place, free = final_rows(env, env < envs, step, owner_ptr, kept, oldest, finals, per_finals, first, HINDSIGHT)
+            live = free[:, None] & (column < LAYOUT.widths[f])[None, :]
             # rows that are not kept may hold anything, and are not read
             values = tl.load(inputs[f] + env[:, None] * LAYOUT.widths[f] + column[None, :], mask=live, other=0)
             target = pools[f] + place[:, None] * LAYOUT.widths[f] + column[None, :]

@@ -10,7 +10,7 @@ import triton.language as tl
 from .constants import CUT, DEAD, FINAL, SEED, TERMINATED, TRUNCATED
 from .random import words_at
 from .ring import as_sampled, gather_rows
-from .weights import weigh
+from .weights import finish
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def gather_windows_kernel(
     pools,
     outputs,
     next_outputs,
-    pending,
+    sample,
     slots_ptr,
     streams,
     rewards,
@@ -144,8 +144,8 @@ def gather_windows_kernel(
     finds them in the cache. Heights and sides in LAYOUT are those of pictures that a random shift moves, 0 where it
     does not; `span` successive items are moved alike. A program moves `together` pieces of its frames one after the
     other, having looked up once where they lie. With HINDSIGHT `next_obs` is the final observation of every
-    ending for which one is kept. With DRAWS the first programs make the weights of as many draws each, one for `span`
-    items: see `weigh`.
+    ending for which one is kept. With DRAWS the first programs finish as many draws each, one for `span`
+    items: see `finish`.
     """
     flags_ptr, depth_ptr, final_ptr = streams
     PARTIAL: tl.constexpr = len(rewards) > 2
@@ -158,7 +158,7 @@ def gather_windows_kernel(
     # the program's number among those of the weights, then among those of the current field
     local = tl.program_id(0).to(tl.int64)
     if DRAWS > 0:
-        local = weigh(pending, counters_ptr, local, batch // span, blocks_drawn, beta, DRAWS)
+        local = finish(sample, counters_ptr, local, batch // span, blocks_drawn, beta, DRAWS)
     for f in tl.static_range(STACKED):
         parts = (LAYOUT.chunks[f] + together - 1) // together if LAYOUT.chunks[f] > 1 else 1
         programs = (batch * STACK + (LAYOUT.rows[f] - 1)) // LAYOUT.rows[f] * parts * KINDS

@@ -29,7 +29,6 @@ from gpu_replay.checkpoint.joint import open_saved
 from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import MakeMemory, StoragePath, check_placement
-from gpu_replay.engines.sampler_plan import plan_of
 from gpu_replay.engines.saved_state import StateLayout, check_state
 from gpu_replay.engines.storage import Storage, check_device, check_live, check_room
 from gpu_replay.fields import Field
@@ -40,8 +39,8 @@ from gpu_replay.graphs.stream_order import Recorded, StreamOrder
 from gpu_replay.ops._backend import choose
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.samplers import Sampler
-from gpu_replay.stats import Distribution, Stats, mass_distribution, rank_distribution, uniform_distribution
+from gpu_replay.samplers import Sampler, check_sampler
+from gpu_replay.stats import Distribution, Stats
 
 if TYPE_CHECKING:
     from gpu_replay.engines.device import DeviceEngine
@@ -82,8 +81,7 @@ class Buffer(ABC):
     ) -> None:
         self._capacity = capacity
         self._fields = fields
-        self._sampler = sampler
-        self._plan = plan_of(sampler)
+        self._sampler = check_sampler(sampler)
         self._device = check_device(device)
         self._placement = check_placement(self._device, storage_device, storage_path)
         self._seed = validation.check_int("seed", seed)
@@ -101,7 +99,7 @@ class Buffer(ABC):
         with torch.inference_mode(False), self._stream_order.ordered():
             self._storage = self._make_storage()
             self._state = DrawState(
-                *(self._plan, capacity, self._device, self._backend, self._seed),
+                *(sampler, capacity, self._device, self._backend, self._seed),
                 tracks_eligibility=self._tracks_eligibility,
                 total_slots=self._total_slots,
             )
@@ -261,7 +259,7 @@ class Buffer(ABC):
         have 0. Raises KeyError naming the first key that is not live, RuntimeError for a sampler without priorities and
         for `alpha=0`, with which priorities leave no trace.
         """
-        if not self._plan.prioritized or self._plan.alpha == 0:
+        if not self._sampler.base.prioritized or self._sampler.base.alpha == 0:
             raise RuntimeError(
                 f"{self._sampler} keeps no priorities that could be read; use Proportional or RankBased with alpha > 0."
             )
@@ -286,7 +284,7 @@ class Buffer(ABC):
 
         available: how many it can draw from, where that is known.
         """
-        newest, distinct = self._plan.newest, self._plan.distinct(batch)
+        newest, distinct = self._sampler.newest_of(batch), self._sampler.distinct(batch)
         count = 0
         if newest <= batch:
             count = self._engine.count_at_least(max(distinct, 1), skipped) if available is None else available
@@ -300,17 +298,12 @@ class Buffer(ABC):
             )
         if count == 0:
             raise RuntimeError(f"{call}: the buffer holds no {self._units}. Add more first.")
-        kind = "of the newest" if distinct in (newest, self._plan.newest_of(batch)) else "without replacement"
+        kind = "of the newest" if distinct == newest else "without replacement"
         remedy = "." if kind == "of the newest" else ", or draw with Uniform(replacement=True)."
         raise ValueError(
             f"{call} {kind} needs {distinct} {self._units}; the buffer holds {count}. "
             f"Add more or lower the batch size{remedy}"
         )
-
-    def _take_back(self, mark: Any) -> None:
-        """Undo a sample that raised, so that the next one is not affected by it."""
-        with self._lock:
-            self._draws.take_back(mark)
 
     def update_priorities(self, keys: Any, priorities: Any) -> None:
         """Give the transitions with these keys new priorities.
@@ -344,8 +337,6 @@ class Buffer(ABC):
                 raise
 
     def _forget_all(self) -> None:
-        # a sample that another thread is still making has nothing to take back
-        self._draws.mark()
         self._state.clear()
         if self._stream_order.interrupted:
             # the counts of the host may be wrong, and what is known of the last steps
@@ -380,12 +371,8 @@ class Buffer(ABC):
             )
 
     def _distribution(self, eligible: int) -> Distribution:
-        tree, rule = self._state.tree, self._state.rule
-        if tree is None:
-            return uniform_distribution(eligible)
-        if self._plan.kind == "rank":
-            return rank_distribution(tree.masses, rule, self._plan.alpha)
-        return mass_distribution(tree.masses, rule)
+        tree = self._state.tree
+        return self._sampler.base.distribution(None if tree is None else tree.masses, self._state.rule, eligible)
 
     def masses(self) -> Tensor:
         """(capacity,) int64 masses in slot order, a copy; sampling is proportional to them.
@@ -401,8 +388,8 @@ class Buffer(ABC):
             return self._summed_tree().total()
 
     def _summed_tree(self) -> MassTree:
-        if self._plan.kind != "mass":
-            kept = "the order of priorities, not masses" if self._plan.prioritized else "no priorities"
+        if not self._sampler.base.summed:
+            kept = "the order of priorities, not masses" if self._sampler.base.prioritized else "no priorities"
             raise RuntimeError(f"{self._sampler} keeps {kept}; masses exist with Proportional.")
         return self._state.masses
 
@@ -570,7 +557,6 @@ class Buffer(ABC):
         except BaseException:
             self._forget_all()
             raise
-        self._draws.mark()
         self._stream_order.interrupted = False
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -602,10 +588,7 @@ class Buffer(ABC):
         return state.loaded(cls, open_saved(path, cls.__name__), device, **places)
 
     def __deepcopy__(self: Own, memo: dict[int, Any]) -> Own:
-        """An independent buffer with the same state: both return the same next sample.
-
-        Fields at a `storage_path` are copied to the first free folder of `PATH-2`, `PATH-3`, ... beside it.
-        """
+        """An independent buffer with the same state: both return the same next sample."""
         with self._alone():
             return state.remade(
                 type(self), self._settings(), checkpoint_state.snapshot(self._buffer_state(), copied=False)

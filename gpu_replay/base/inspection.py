@@ -22,7 +22,6 @@ from gpu_replay.checkpoint.format import Checkpoint, read_checkpoint
 from gpu_replay.checkpoint.joint import KIND, JointCheckpoint, Share
 from gpu_replay.checkpoint.shards import Part
 from gpu_replay.checkpoint.state import BufferState
-from gpu_replay.engines.sampler_plan import plan_of
 from gpu_replay.errors import CheckpointError
 from gpu_replay.fields import Field
 from gpu_replay.ops.mass import MassRule
@@ -196,7 +195,7 @@ def _report(
     rows: Callable[[str, np.ndarray], Tensor],
 ) -> BufferReport:
     sampler = sampler_from(config["sampler"])
-    plan, capacity, added = plan_of(sampler), config["capacity"], counters["ADDED"]
+    base, capacity, added = sampler.base, config["capacity"], counters["ADDED"]
     first = max(counters["FIRST"], added - capacity)
     keys = np.arange(added - 1, first - 1, -1)
     slots = torch.from_numpy(keys % capacity)
@@ -206,15 +205,15 @@ def _report(
 
     weights = np.ones(len(keys), dtype=np.int64)
     priority = None
-    if plan.prioritized:
+    if base.prioritized:
         weights = column("masses")
-        rule = plan.rule(capacity)
+        rule = base.rule(capacity)
         priority = np.where(weights > 0, rule.priorities(np.maximum(weights, 1)), 0.0)
-        if plan.kind == "rank":
+        if not base.summed:
             # the largest code first, among equal ones the smallest key
             order = np.lexsort((keys, -weights))[: int((weights > 0).sum())]
             weights = np.zeros(len(keys), dtype=np.int64)
-            weights[order] = np.diff(cumulative_masses(max(1, len(order)), plan.alpha), prepend=0)[: len(order)]
+            weights[order] = np.diff(cumulative_masses(max(1, len(order)), base.alpha), prepend=0)[: len(order)]
         elif isinstance(rule, MassRule) and rule.alpha == 0:
             priority = None
     elif "marks" in columns:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.checkpoint.config import describe_field, describe_sampler, field_from, sampler_from
-from gpu_replay.engines.mapped_file import folder_for_copy
 from gpu_replay.engines.placement import check_placement
 from gpu_replay.engines.storage import check_device, free_bytes
 from gpu_replay.fields import Field
@@ -66,9 +65,7 @@ def loaded(
 
 
 def remade(kind: type[Kind], settings: dict[str, Any], state: dict[str, Any]) -> Kind:
-    """A buffer of these settings in this state; a folder that is in use for fields gets a neighbour."""
-    if settings["storage_path"] is not None:
-        settings["storage_path"] = folder_for_copy(settings["storage_path"])
+    """A buffer of these settings in this state."""
     buffer = kind(**settings)
     buffer.load_state_dict(state)
     return buffer

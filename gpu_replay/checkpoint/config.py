@@ -10,9 +10,7 @@ import numpy as np
 import torch
 
 from gpu_replay.fields import Field
-from gpu_replay.samplers import Combined, Latest, LinearSchedule, Proportional, RankBased, Uniform
-
-_KINDS = {kind.__name__: kind for kind in (Uniform, Proportional, RankBased, Latest, Combined, LinearSchedule)}
+from gpu_replay.samplers import LinearSchedule, Sampler
 
 
 def describe_field(field: Field) -> dict[str, Any]:
@@ -30,11 +28,10 @@ def field_from(described: dict[str, Any]) -> Field:
 
 def describe_sampler(setting: Any) -> Any:
     """A sampler, a schedule or a plain value as JSON values."""
-    kind = type(setting).__name__
-    if kind not in _KINDS:
+    if not isinstance(setting, (Sampler, LinearSchedule)):
         return setting.item() if isinstance(setting, np.generic) else setting
     values = {each.name: describe_sampler(getattr(setting, each.name)) for each in dataclass_fields(setting)}
-    return {"kind": kind, **values}
+    return {"kind": type(setting).__name__, **values}
 
 
 def sampler_from(described: Any) -> Any:
@@ -45,7 +42,7 @@ def sampler_from(described: Any) -> Any:
     if not isinstance(described, dict):
         return described
     values = {name: sampler_from(value) for name, value in renewed(described).items() if name != "kind"}
-    return _KINDS[described["kind"]](**values)
+    return {**Sampler.kinds, "LinearSchedule": LinearSchedule}[described["kind"]](**values)
 
 
 def renewed(described: Any) -> Any:

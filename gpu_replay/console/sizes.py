@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from gpu_replay import Combined, Field, Latest, Proportional, RankBased, Uniform
+from gpu_replay import Combined, Field, Proportional
 from gpu_replay.console.arguments import positive, whole
 from gpu_replay.console.errors import UserError
 from gpu_replay.engines.placement import check_placement
@@ -17,13 +17,11 @@ from gpu_replay.engines.storage import check_capacity, check_device, estimate, s
 from gpu_replay.engines.trajectory_storage import stream_sizes
 from gpu_replay.fields import STORABLE, check_fields
 from gpu_replay.ops._backend import choose
+from gpu_replay.samplers import Sampler
 
-SAMPLERS: dict[str, Uniform | Proportional | RankBased | Latest | Combined] = {
-    "uniform": Uniform(),
-    "proportional": Proportional(),
-    "rank": RankBased(),
-    "latest": Latest(),
-    "combined": Combined(Proportional()),
+SAMPLERS: dict[str, Sampler] = {
+    name.removesuffix("Based").lower(): kind(Proportional()) if kind is Combined else kind()
+    for name, kind in Sampler.kinds.items()
 }
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORABLE}
 

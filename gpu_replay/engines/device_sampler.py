@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,74 +16,17 @@ from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.storage import Storage
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops.counters import NO_MASS, Counter
-from gpu_replay.ops.draw import DrawLaunch, plan_draw
+from gpu_replay.ops.draw import plan_draw
 from gpu_replay.ops.launch import plans
 from gpu_replay.ops.priorities import DeviceMasses, plan_update
 from gpu_replay.ops.rank_draw import DeviceRanks
-from gpu_replay.ops.ring import plan_write
-from gpu_replay.ops.weights import PendingWeights, pending_weights
+from gpu_replay.ops.weights import Drawn
 from gpu_replay.samplers import LinearSchedule
 from gpu_replay.validation import materialized
 
 
-class WeighedDraw(NamedTuple):
-    """The results of a draw that the following gather needs.
-
-    slots:   (B,) int64.
-    named:   key, probability and weight; the weights are empty until the gather makes them where it is to.
-    pending: how it makes them, or None where they are made.
-    words:   (1,) int64, where in the random stream the words begin that move pictures; None where none are moved.
-    """
-
-    slots: Tensor
-    named: dict[str, Tensor]
-    pending: PendingWeights | None
-    words: Tensor | None
-
-    @property
-    def weights(self) -> tuple[bool, bool]:
-        """Whether the gather makes weights, and by a schedule: other gathers are planned for."""
-        return self.pending is not None, self.pending is not None and self.pending.schedule is not None
-
-
-@dataclass
-class DrawLedger:
-    """The counts and random blocks consumed by the launches of the sample in progress, for `take_back`.
-
-    slots:   (B,) that were counted as sampled.
-    added:   the next key when they were.
-    pending: of a draw by priority, whose gather moves schedule and stream on.
-    steps, blocks: by how much other launches advanced schedule and stream.
-    """
-
-    slots: Tensor | None = None
-    added: int = 0
-    pending: PendingWeights | None = None
-    steps: int = 0
-    blocks: int = 0
-
-
-def _draws_of(state: DrawState, storage: Storage, ranks: DeviceRanks | None) -> Callable[[int, int, bool], DrawLaunch]:
-    """A function that plans draws by batch size, newest slots to skip, and whether images are shifted."""
-    plan = state.plan
-
-    @plans
-    def planned(batch: int, skipped: int, shifted: bool) -> DrawLaunch:
-        return plan_draw(
-            "uniform" if plan.kind == "newest" else plan.kind,
-            *(state.counters, storage.times_sampled, batch - plan.newest_of(batch), batch, state.slots),
-            tree=state.tree,
-            starts=state.eligible_tree,
-            sums=None if ranks is None else ranks.sums,
-            tracks_eligibility=state.tracks_eligibility,
-            skipped=skipped,
-            shifted=shifted,
-            stratified=plan.stratified,
-            lowest_of_all=plan.lowest_of_all,
-            replacement=plan.replacement,
-        )
-
-    return planned
+# gathers rows at slots by words of the stream, and finishes a sample
+Gather = Callable[[Tensor, tuple[Tensor, ...], Drawn], dict[str, Tensor]]
 
 
 class DeviceSampler:
@@ -103,7 +44,7 @@ class DeviceSampler:
         # whether adds were captured that others replay, so that the host cannot count on
         self.uncounted = False
         self.masses: DeviceMasses | None = None
-        plan = self._plan = state.plan
+        base = self._base = state.base
         self._storage = storage
         self._schedule: Tensor | None = None
         self._ranks: DeviceRanks | None = None
@@ -111,22 +52,17 @@ class DeviceSampler:
         self._narrowed = False
         # the smallest live key, until the ring overwrites it, and the next key, but for adds that others replay
         self.first = self.added = 0
-        self._ledger = DrawLedger()
-        if plan.kind == "rank":
-            self._ranks = DeviceRanks(state.slots, plan.alpha, self.counters)
+        if base.prioritized and not base.summed:
+            self._ranks = DeviceRanks(state.slots, base.alpha, self.counters)
         if state.tree is not None:
-            initial = 1.0 if isinstance(plan.initial, str) else float(plan.initial)
+            initial = 1.0 if isinstance(base.initial, str) else float(base.initial)
             self.masses = DeviceMasses(state.tree, state.rule, state.rule.mass(initial))
         # where the initial mass of new transitions is found, if it is among the counters
-        self.source = {"running": Counter.MAX_MASS, "stored": Counter.HIGHEST}.get(str(plan.initial))
-        if isinstance(plan.beta, LinearSchedule):
-            parts = [plan.beta.start, plan.beta.end - plan.beta.start, float(plan.beta.steps)]
+        self.source = {"running": Counter.MAX_MASS, "stored": Counter.HIGHEST}.get(str(base.initial))
+        if isinstance(base.beta, LinearSchedule):
+            parts = [base.beta.start, base.beta.end - base.beta.start, float(base.beta.steps)]
             self._schedule = torch.tensor(parts, dtype=torch.float64, device=self.device)
-        self._draws = _draws_of(state, storage, self._ranks)
-        highest, masses = self.source == Counter.HIGHEST, self.masses
-        self._writes = plans(
-            lambda rows: plan_write(storage.tensors, storage.fields, rows, state.counters, state.tree, highest=highest)
-        )
+        masses = self.masses
         # another dtype of priorities is another launch
         tracks = state.tracks_eligibility
         self._updates = plans(
@@ -143,12 +79,12 @@ class DeviceSampler:
 
     def rebuild(self) -> None:
         """Take over a restored state, whose counters hold the seed. Waits for the device."""
-        self._changed()
+        self.changed()
         self.look()
 
     def on_clear(self) -> None:
         """Reset host state after `clear`."""
-        self._changed()
+        self.changed()
         self.first = self.added
 
     def look(self) -> None:
@@ -161,63 +97,6 @@ class DeviceSampler:
             counts = self.counters.tolist()
         added = counts[Counter.ADDED]
         return max(counts[Counter.FIRST], added - self.state.slots), added
-
-    # undoing a draw that raises
-
-    def mark(self) -> Any:
-        """The position of the draws, for `take_back` of the draw that begins here."""
-        self._ledger = DrawLedger()
-        return self._ledger
-
-    def take_back(self, mark: Any) -> None:
-        """Let the draws stand where they stood at this mark, unless other draws came after it. Waits for the device."""
-        ledger = self._ledger
-        if mark is not ledger or self.capturing():
-            return
-        with self.ordered():
-            blocks, steps = ledger.blocks, ledger.steps
-            # the gather puts the smallest mass away when it moves schedule and stream on
-            if ledger.pending is not None and int(self.counters[Counter.LOWEST]) == NO_MASS:
-                blocks, steps = blocks + ledger.pending.blocks, steps + 1
-            self.counters[Counter.LOWEST] = NO_MASS
-            self.counters[Counter.RANDOM] -= blocks
-            self.counters[Counter.STEP] -= steps
-            # rows added meanwhile have not been sampled
-            if ledger.slots is not None:
-                sampled = self._storage.times_sampled
-                ages = (ledger.slots - ledger.added) % sampled.numel()
-                unchanged = (ages >= self.added - ledger.added).to(sampled.dtype)
-                sampled.scatter_add_(0, ledger.slots, -unchanged)
-            self._ledger = DrawLedger()
-
-    def note_blocks(self, blocks: int) -> None:
-        """Note that the sample in progress has advanced the stream by this many more blocks."""
-        self._ledger.blocks += blocks
-
-    def add(self, rows: int, count: Callable[[int], None], *launches: Callable[[], None]) -> None:
-        """Make the launches that add `rows` transitions; then `count` them, unless that is left to replays.
-
-        The first overwrites the oldest transitions, which nothing brings back, and those after it count the new ones
-        in. An exception of the first leaves all as it was, and a later launch that raises one is made again. Where that
-        does not help, and after an interrupt, the buffer refuses all calls until it is cleared or loaded.
-        """
-        first, *others = launches
-        self.stream_order.interrupted = eager = not self.capturing()
-        try:
-            first()
-        except Exception:
-            self.stream_order.interrupted = False
-            raise
-        for launch in others:
-            try:
-                launch()
-            except Exception:
-                if not eager:
-                    raise
-                launch()
-        if self.runs_now(rows):
-            count(rows)
-        self.stream_order.interrupted = False
 
     def capturing(self) -> bool:
         """Whether the calls of this moment go into a graph instead of to the device."""
@@ -254,12 +133,7 @@ class DeviceSampler:
         own = None if priorities is None or self.masses is None else self.moved(priorities)
         return {name: self.moved(value) for name, value in values.items()}, own
 
-    def write(self, values: Mapping[str, Tensor], rows: int) -> None:
-        """Store values that are on the device after the newest; 1 launch."""
-        self._changed()
-        self._writes(rows)(values)
-
-    def _changed(self) -> None:
+    def changed(self) -> None:
         """Note that the stored transitions or their priorities have changed."""
         if self._ranks is not None:
             self._ranks.changed(self.capturing())
@@ -268,43 +142,62 @@ class DeviceSampler:
         """A sampler for one call over the allowed slots alone, (slots,) bool; a few small launches of torch."""
         sampler = copy.copy(self)
         sampler.state, sampler._narrowed = self.state.narrowed(allowed), True
-        sampler._draws = _draws_of(sampler.state, self._storage, self._ranks)
         return sampler
 
-    def draw(self, batch: int, beta: float | None, skipped: int = 0, *, shifted: bool = False) -> WeighedDraw:
-        """Draw `batch` slots, none of them among the newest `skipped`; 1 launch, by rank 1 and a sort before it.
+    def plan_sample(
+        self, batch: int, gather: Gather, *, skipped: int = 0, shifted: bool = False, more: int = 0
+    ) -> Callable[[float | None], dict[str, Tensor]]:
+        """How batches of one size are sampled, none of them from the newest `skipped` slots: 2 launches a call, by rank 1
+        and a sort before them. The second gathers and counts; an exception before it leaves all as it was.
 
-        shifted: words that move pictures are taken as well.
+        shifted: words that move pictures are taken as well. more: blocks of words that the caller takes after them.
         """
-        plan, ranks = self._plan, self._ranks
-        ranked: tuple[Tensor, ...] = ()
-        if ranks is not None and batch > plan.newest_of(batch):
-            # an order that leaves out slots is valid for this call only
-            alone, tree = skipped > 0 or self._narrowed, self.state.masses
-            ranked = ranks.of(tree, skipped) if alone else ranks.current(tree, self.capturing())
-        planned = self._draws(batch, skipped, shifted)
-        rows = planned.launch(ranked)
-        pending, ledger = None, self._ledger
-        ledger.slots, ledger.added = rows.slots, self.added
-        if planned.moves is not None:
-            ledger.blocks += planned.moves
-            ledger.steps += 1
-            weight = rows.value
-        else:
-            schedule, settled = (self._schedule, plan.beta) if beta is None else (None, beta)
-            exponent = 0.0 if isinstance(settled, LinearSchedule) else settled
-            # the gather also advances the stream past the words of the shifts
-            shifts = batch if shifted else 0
-            pending = pending_weights(rows.value, self.counters, schedule, exponent, planned.drawn, shifts)
-            ledger.pending = pending
-            weight = pending.weight
-        named = {"key": rows.keys, "probability": rows.probability, "weight": weight}
-        return WeighedDraw(rows.slots, named, pending, rows.words)
+        state, base, ranks, device = self.state, self._base, self._ranks, self.device
+        drawn = batch - state.sampler.newest_of(batch)
+        by_rank = ranks is not None and drawn > 0
+        draw, blocks = plan_draw(
+            base.kernel,
+            *(state.counters, drawn, batch, state.slots),
+            tree=state.tree,
+            starts=state.eligible_tree,
+            sums=None if ranks is None else ranks.sums,
+            tracks_eligibility=state.tracks_eligibility,
+            skipped=skipped,
+            shifted=shifted,
+            stratified=base.stratified,
+            lowest_of_all=base.lowest_of_all,
+            replacement=base.replacement,
+        )
+        # the gather that follows is the last to read them
+        slots, masses = torch.empty((2, batch), dtype=torch.int64, device=device)
+        words = [torch.empty(1, dtype=torch.int64, device=device)] if shifted else []
+
+        def sample(beta: float | None) -> dict[str, Tensor]:
+            scheduled = beta is None and self._schedule is not None
+            key = torch.empty(batch, dtype=torch.int64, device=device)
+            probability, weight = (torch.empty(batch, dtype=torch.float32, device=device) for _ in range(2))
+            ranked: tuple[Tensor, ...] = ()
+            if by_rank:
+                # an order that leaves out slots is valid for this call only
+                alone = skipped > 0 or self._narrowed
+                ranked = ranks.of(state.masses, skipped) if alone else ranks.current(state.masses, self.capturing())
+            pointers = (slots, masses, weight, self._storage.times_sampled, *((self._schedule,) if scheduled else ()))
+            exponent = 0.0 if scheduled else base.beta if beta is None else beta
+            try:
+                draw((slots, key, probability, masses), tuple(words), ranked)
+                tensors = gather(slots, tuple(words), Drawn(pointers, blocks + more, exponent))
+            except BaseException:
+                if not self.capturing():
+                    self.counters[Counter.LOWEST] = NO_MASS
+                raise
+            return tensors | {"key": key, "probability": probability, "weight": weight}
+
+        return sample
 
     def update(self, keys: Tensor, priorities: Tensor) -> None:
         """Give live keys their new masses; 1 launch, 2 for thousands of keys."""
         if keys.numel():
             with self.ordered():
                 moved, numbers = self.moved(keys), self.moved(priorities)
-                self._changed()
+                self.changed()
                 self._updates(moved.shape[0], numbers.dtype)(moved, numbers)

@@ -6,6 +6,8 @@ starts is known to the device only; the host keeps a lower bound, and reads the 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,18 +28,18 @@ from gpu_replay.ops.eligibility import (
 )
 from gpu_replay.ops.frames import plan_gather_sequences, plan_gather_windows
 from gpu_replay.ops.hindsight import (
-    GoalRows,
-    RelabelInput,
-    RelabelSettings,
-    Strategy,
     gather_goals,
     goal_blocks,
     plan_choose_goals,
     put_goals,
 )
 from gpu_replay.ops.launch import plans
-from gpu_replay.ops.ring import parts_of, plan_gather
+from gpu_replay.ops.ring import plan_gather
+from gpu_replay.ops.weights import Drawn
 from gpu_replay.validation import as_tensor
+
+if TYPE_CHECKING:
+    from gpu_replay.hindsight import Hindsight
 
 # rows that `extend` brings to the device at once
 _TOGETHER = 2**16
@@ -63,38 +65,39 @@ class TrajectoryDeviceEngine:
         # by the dtype of priorities, and whether final observations come with the step
         self._steps = plans(
             lambda own, with_final: plan_add_step(
-                *(storage.streams, draws.masses, draws.state.eligible_tree, counters, storage.times_sampled),
+                *(storage.tensors, storage.fields, storage.streams, draws.masses, draws.state.eligible_tree, counters, storage.times_sampled),
                 draws.source,
                 with_final=with_final,
             )
         )
         self._finals = plans(lambda: plan_keep_finals(storage.streams, storage.finals, storage.fields, counters))
-        # by the batch, whether pictures are moved, and whether there are weights and a schedule
-        self._gathers = plans(
-            lambda batch, shifted, weighed, schedule: plan_gather_windows(
-                storage, batch, powers, counters, shifted=shifted, weighed=weighed
+        self._windows = plans(
+            lambda batch, drawn: plan_gather_windows(
+                storage, batch, powers, counters, shifted=drawn and storage.random_shift > 0, drawn=drawn
             )
         )
-        # by the batch and the length, and as above
-        self._sequences = plans(
-            lambda batch, length, shifted, weighed, schedule: plan_gather_sequences(
-                storage, batch, length, powers, counters, shifted=shifted, weighed=weighed
-            )
+        # by what is asked for, and whether a schedule gives beta
+        shifted = storage.random_shift > 0
+        self._samples = plans(
+            lambda batch, scheduled: draws.plan_sample(batch, self._windows(batch, True), shifted=shifted)
         )
+        self._sequences = plans(lambda batch, length, scheduled: self._plan_sequences(draws, batch, length))
         # by the batch, the rows that get other goals, and where these come from
         self._goals = plans(
-            lambda batch, count, strategy: plan_choose_goals(storage.streams, batch, counters, count, strategy)
+            lambda batch, count, strategy, after: plan_choose_goals(
+                storage.streams, batch, counters, count, strategy, after
+            )
         )
         # rows of all fields, by their number
-        self._rows = plans(lambda rows: plan_gather(storage.tensors, storage.fields, rows, draws.device, weighed=False))
+        self._rows = plans(lambda rows: plan_gather(storage.tensors, storage.fields, rows, counters, drawn=False))
         # rows of a field as they are stored, wherever that is, by its name and their number
         self._raw_rows = plans(
             lambda name, rows: plan_gather(
                 {name: storage.tensors[name]},
                 {name: Field(storage.fields[name].shape, storage.fields[name].dtype)},
                 rows,
-                draws.device,
-                weighed=False,
+                counters,
+                drawn=False,
             )
         )
 
@@ -132,11 +135,13 @@ class TrajectoryDeviceEngine:
             moved, own = draws.on_device(values, priorities)
             keys = torch.empty(self._shape.num_envs, dtype=torch.int64, device=draws.device)
             step = self._steps(None if own is None else own.dtype, final_rows is not None)
-            launches = [lambda: draws.write(moved, keys.shape[0]), lambda: step(*flags, own, keys)]
+            draws.changed()
+            # into free rows: only the last launch changes what is stored
             if final_rows is not None:
-                keep_finals = self._finals()
-                launches.append(lambda: keep_finals(final_rows))
-            draws.add(self._shape.num_envs, self.on_replay, *launches)
+                self._finals()(final_rows, *flags)
+            step(moved, *flags, own, keys)
+            if draws.runs_now(self._shape.num_envs):
+                self.on_replay(self._shape.num_envs)
         return keys
 
     def extend(
@@ -148,68 +153,29 @@ class TrajectoryDeviceEngine:
         finals: GivenFinals | None,
         keys: Tensor,
     ) -> Tensor:
-        """Store T steps of all environments, as T calls of `add_step` do, and return `keys`. Waits for the device.
+        """Store T steps of all environments, as T calls of `add_step` do, and return `keys`.
 
-        Fields go to the device piece by piece. The metadata of the steps is copied to the host, updated by the loop of
-        the host's buffers, and copied back. Any exception leaves the buffer as it was.
+        Values go to the device piece by piece. An interrupt leaves the steps before it.
         """
-        from gpu_replay.engines.stream_mirror import StreamMirror
-
-        draws = self.draws
+        draws, envs, together = self.draws, self._shape.num_envs, max(1, _TOGETHER // self._shape.num_envs)
+        place = np.full(len(keys), -1) if finals is None else finals.place
+        given = {} if finals is None else {name: torch.as_tensor(rows) for name, rows in finals.rows.items()}
+        flags = torch.from_numpy(np.stack((terminated, truncated)))
         with draws.ordered():
-            numbers = None if priorities is None else priorities.detach().cpu().double().numpy()
-            mirror = StreamMirror(self._storage, draws, self._powers)
-            before = self._overwritten_by(keys.numel())
-            try:
-                kept = mirror.add(terminated, truncated, numbers, finals)
-                # from here on a second interrupt, while the first one is handled, leaves rows of two times
-                draws.stream_order.interrupted = True
-                self._write_steps(values, len(terminated))
-                if finals is not None and kept.pool.size:
-                    sources, pool = torch.from_numpy(kept.given), torch.from_numpy(kept.pool)
-                    for name, value in finals.rows.items():
-                        rows = torch.as_tensor(value)[sources]
-                        self._storage.finals[name][pool.to(draws.device)] = rows.to(draws.device)
-                mirror.write_back()
-                self.on_replay(keys.numel())
-                draws.stream_order.interrupted = False
-            except BaseException:
-                draws.stream_order.settle()
-                for tensor, copy in before:
-                    tensor.copy_(copy)
-                draws.stream_order.interrupted = False
-                self.rebuild(0)
-                raise
+            for begin in range(0, len(keys), together):
+                some = slice(begin, begin + together)
+                pieces = {name: draws.moved(as_tensor(name, value[some], draws.device)) for name, value in values.items()}
+                ended, own = draws.moved(flags[:, some]), None if priorities is None else draws.moved(priorities[some])
+                for step in range(ended.shape[1]):
+                    row = slice(int(place[begin + step]) * envs, (int(place[begin + step]) + 1) * envs)
+                    known = {name: rows[row] for name, rows in given.items()} if place[begin + step] >= 0 else None
+                    self.add_step(
+                        {name: piece[step] for name, piece in pieces.items()},
+                        *ended[:, step],
+                        None if own is None else own[step],
+                        known,
+                    )
         return keys
-
-    def _write_steps(self, values: dict[str, Tensor | np.ndarray], count: int) -> None:
-        """Put T steps of all fields, (T, num_envs, ...), after the newest, as far as the ring holds them."""
-        draws, envs, skipped = self.draws, self._shape.num_envs, max(0, count - self._shape.steps)
-        draws.counters[Counter.ADDED] += skipped * envs
-        together = max(1, _TOGETHER // envs)
-        for begin in range(skipped, count, together):
-            some = slice(begin, min(begin + together, count))
-            rows = (some.stop - begin) * envs
-            pieces = {name: as_tensor(name, value[some], draws.device) for name, value in values.items()}
-            draws.write({name: draws.moved(piece.flatten(0, 1)) for name, piece in pieces.items()}, rows)
-            draws.counters[Counter.ADDED] += rows
-
-    def _overwritten_by(self, rows: int) -> list[tuple[Tensor, Tensor]]:
-        """All tensors that these new transitions change, and copies of them; of fields only the live rows.
-
-        Fields in pinned host memory are copied by the host, which waits for the device before.
-        """
-        self.draws.stream_order.settle()
-        draws, storage, slots = self.draws, self._storage, self._shape.slots
-        tensors = [draws.counters, storage.times_sampled, *storage.streams.tensors, *storage.finals.values()]
-        for tree in draws.state.trees:
-            tensors += [*tree.levels, *(each for each in (tree.low, tree.high) if each is not None)]
-        # the live keys in whose slots new ones come
-        first, added = draws.span()
-        begin, end = max(first, added - slots), min(added, added - slots + rows)
-        for part, _ in parts_of(begin % slots, end - begin, slots) if begin < end else ():
-            tensors += [tensor[part] for tensor in storage.tensors.values()]
-        return [(tensor, tensor.clone()) for tensor in tensors]
 
     def break_streams(self, envs: Tensor) -> None:
         """The next step of these environments, a bool (num_envs,), is the first of an episode."""
@@ -273,13 +239,8 @@ class TrajectoryDeviceEngine:
 
         By rank 1 and a sort come first where something has changed.
         """
-        draws, storage = self.draws, self._storage
-        with draws.ordered():
-            drawn = draws.draw(batch, beta, shifted=storage.random_shift > 0)
-            gather = self._gathers(batch, drawn.words is not None, *drawn.weights)
-            tensors = gather(drawn.slots, drawn.words, drawn.pending)
-            tensors.update(drawn.named)
-            return tensors
+        with self.draws.ordered():
+            return self._samples(batch, beta is None)(beta)
 
     def sequence_sampler(self, length: int, strict: bool, stride: int) -> tuple[DeviceSampler, int]:
         """A sampler of only the starts that `sequence_starts` names, and their number.
@@ -298,31 +259,45 @@ class TrajectoryDeviceEngine:
         self, batch: int, length: int, beta: float | None, sampler: DeviceSampler | None = None
     ) -> dict[str, Tensor]:
         """Draw `batch` starts whose `length` steps are stored, from `sampler` if given, and read those steps."""
-        draws, storage, skipped = self.draws, self._storage, 0 if sampler else (length - 1) * self._shape.num_envs
-        with draws.ordered():
-            drawn = (sampler or draws).draw(batch, beta, skipped, shifted=storage.random_shift > 0)
-            gather = self._sequences(batch, length, drawn.words is not None, *drawn.weights)
-            tensors = gather(drawn.slots, drawn.words, drawn.pending)
-        return {**tensors, **drawn.named}
+        with self.draws.ordered():
+            if sampler is None:
+                return self._sequences(batch, length, beta is None)(beta)
+            return self._plan_sequences(sampler, batch, length, 0)(beta)
+
+    def _plan_sequences(self, draws: DeviceSampler, batch: int, length: int, skipped: int | None = None) -> Any:
+        storage, shifted = self._storage, self._storage.random_shift > 0
+        skipped = (length - 1) * self._shape.num_envs if skipped is None else skipped
+        gather = plan_gather_sequences(
+            storage, batch, length, self._powers, draws.counters, shifted=shifted, drawn=True
+        )
+        return draws.plan_sample(batch, gather, skipped=skipped, shifted=shifted)
 
     def sample_relabeled(
-        self, batch: int, beta: float | None, relabel: RelabelSettings, count: int
-    ) -> tuple[dict[str, Tensor], RelabelInput]:
-        """Sample as `sample` does, with other goals in `count` rows; 2 more launches, and small ones of torch."""
-        storage, achieved = self._storage, relabel.achieved_field
-        tensors = self.sample(batch, beta)
-        with self.draws.ordered():
-            chosen = self.choose_goals(tensors["key"], count, relabel.strategy)
-            raw = self._raw_rows(achieved, count)(chosen.slots, None)[achieved]
-            goals = gather_goals(chosen, raw, storage.finals.get(achieved), storage.fields[relabel.desired_field])
-            return tensors, put_goals(tensors, chosen, goals, relabel, self._shape.stack)
+        self, batch: int, beta: float | None, relabel: Hindsight, count: int
+    ) -> dict[str, Tensor]:
+        """Sample as `sample` does, with other goals in `count` rows; 3 more launches, and small ones of torch.
 
-    def choose_goals(self, keys: Tensor, count: int, strategy: Strategy) -> GoalRows:
-        """Choose `count` rows of the batch with these keys, and where their new goals are; 1 launch."""
+        The user's functions run before the sample is counted, so that one that raises leaves all as it was.
+        """
+        storage, achieved, strategy = self._storage, relabel.achieved_field, relabel.strategy
+        shifted = storage.random_shift > 0
+        windows = plan_gather_windows(
+            storage, batch, self._powers, self.draws.counters, shifted=shifted, drawn=False
+        )
+        end = plan_gather({}, {}, batch, self.draws.counters, drawn=True)
+
+        def gather(slots: Tensor, words: tuple[Tensor, ...], sample: Drawn) -> dict[str, Tensor]:
+            tensors = windows(slots, words)
+            chosen = self._goals(batch, count, strategy, sample.blocks - goal_blocks(count, strategy))(slots)
+            raw = self._raw_rows(achieved, count)(chosen.slots)[achieved]
+            goals = gather_goals(chosen, raw, storage.finals.get(achieved), storage.fields[relabel.desired_field])
+            shown = put_goals(tensors, chosen, goals, relabel, self._shape.stack)
+            relabel.rewrite(tensors, shown, storage.gamma)
+            return tensors | end(slots, sample)
+
         with self.draws.ordered():
-            chosen = self._goals(keys.shape[0], count, strategy)(keys)
-            self.draws.note_blocks(goal_blocks(count, strategy))
-            return chosen
+            more = goal_blocks(count, strategy)
+            return self.draws.plan_sample(batch, gather, shifted=shifted, more=more)(beta)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The transitions from these keys; KeyError naming the first that is not live or not eligible.
@@ -332,11 +307,11 @@ class TrajectoryDeviceEngine:
         with self.draws.ordered():
             slots = keys % self._shape.slots
             check_live(keys, *self.draws.span(), self.draws.state.eligible.masses[slots] > 0)
-            return self._gathers(keys.shape[0], False, False, False)(slots, None, None)
+            return self._windows(keys.shape[0], False)(slots)
 
     def stored(self, keys: Tensor) -> dict[str, Tensor]:
         """The single steps of these live keys."""
         storage = self._storage
         with self.draws.ordered():
             slots = keys % self._shape.slots
-            return self._rows(keys.shape[0])(slots, None) | endings(storage.streams.flags.take(slots))
+            return self._rows(keys.shape[0])(slots) | endings(storage.streams.flags.take(slots))

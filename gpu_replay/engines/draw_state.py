@@ -7,13 +7,37 @@ import copy
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.sampler_plan import SamplerPlan
 from gpu_replay.loops.ring import FIXED, LARGEST_EVER, LARGEST_STORED
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import Counter, new_counters
-from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.mass_tree import MassTree, tree_bytes
+from gpu_replay.ops.rank_draw import ranks_bytes
+from gpu_replay.ops.ranks import host_ranks_bytes
+from gpu_replay.samplers import Base, Sampler
 
 _SOURCES = {"running": LARGEST_EVER, "stored": LARGEST_STORED}
+
+
+def _tree_options(base: Base) -> dict[str, bool]:
+    return {"low": base.summed and base.lowest_of_all, "high": base.initial == "stored", "summed": base.summed}
+
+
+def tree_of(base: Base, slots: int, device: torch.device, backend: Backend) -> MassTree | None:
+    """The tree of masses, or of order codes for draws by rank; None without priorities."""
+    return MassTree(slots, device, backend, **_tree_options(base)) if base.prioritized else None
+
+
+def priority_bytes(base: Base, slots: int, backend: Backend) -> dict[str, int]:
+    """Bytes that priorities and ranks take, by name."""
+    if not base.prioritized:
+        return {}
+    on_device = backend == "triton"
+    # on the device each slot has a stamp besides, to settle repeated keys by
+    stamps = slots * torch.int32.itemsize if on_device else 0
+    sizes = {"priorities": tree_bytes(slots, backend, **_tree_options(base)) + stamps}
+    if not base.summed:
+        sizes["ranks"] = ranks_bytes(slots) if on_device else host_ranks_bytes(slots)
+    return sizes
 
 
 class DrawState:
@@ -29,7 +53,7 @@ class DrawState:
 
     def __init__(
         self,
-        plan: SamplerPlan,
+        sampler: Sampler,
         slots: int,
         device: torch.device,
         backend: Backend,
@@ -38,12 +62,12 @@ class DrawState:
         tracks_eligibility: bool,
         total_slots: int | None = None,
     ) -> None:
-        self.plan = plan
+        self.sampler, self.base = sampler, sampler.base
         self.slots = slots
         self.tracks_eligibility = tracks_eligibility
-        self.rule = plan.rule(slots if total_slots is None else total_slots)
-        self.tree = plan.tree(slots, device, backend)
-        self.eligible_tree = MassTree(slots, device, backend) if tracks_eligibility and plan.counts_starts else None
+        self.rule = self.base.rule(slots if total_slots is None else total_slots)
+        self.tree = tree_of(self.base, slots, device, backend)
+        self.eligible_tree = MassTree(slots, device, backend) if tracks_eligibility and sampler.counts_starts else None
         self.counters = new_counters(device, seed)
 
     @property
@@ -59,7 +83,7 @@ class DrawState:
     @property
     def initial(self) -> tuple[int, int]:
         """The source from which loops take the mass of new transitions, and its fixed or first value."""
-        setting = self.plan.initial
+        setting = self.base.initial
         if self.tree is None:
             # every start counts one
             return FIXED, 1
@@ -75,9 +99,14 @@ class DrawState:
         """A tree of a trajectory buffer that holds 0 where a start is not eligible: that of ones if there is one."""
         return self._required(self.eligible_tree or self.tree, "eligible starts")
 
+    @property
+    def summed(self) -> MassTree | None:
+        """The tree of masses; None for draws that know no masses."""
+        return self.tree if self.base.summed else None
+
     def _required(self, tree: MassTree | None, what: str) -> MassTree:
         if tree is None:
-            raise RuntimeError(f"a buffer that draws by {self.plan.kind!r} keeps no tree of {what}.")
+            raise RuntimeError(f"a buffer that draws by {self.sampler} keeps no tree of {what}.")
         return tree
 
     def clear(self) -> None:
@@ -107,7 +136,7 @@ class DrawState:
         """
         state = copy.copy(self)
         if self.tree is not None:
-            state.tree = self.plan.tree(self.slots, allowed.device, self.tree.backend)
+            state.tree = tree_of(self.base, self.slots, allowed.device, self.tree.backend)
         if self.eligible_tree is not None:
             state.eligible_tree = MassTree(self.slots, allowed.device, self.eligible_tree.backend)
         for tree, full in zip(state.trees, self.trees, strict=True):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import repeat, starmap
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.host_sampler import HostDraw, HostSampler
+from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.storage import Storage, check_live
 from gpu_replay.loops import ring as loops
 from gpu_replay.ops.batch_memory import BatchMemory
@@ -101,11 +102,13 @@ class HostEngine:
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Sample `batch` transitions: fields, key, probability and weight."""
-        return self.gather(self.draws.draw(batch, beta))
+        return self.sample_later(batch, beta)[2]()
 
-    def gather(self, drawn: HostDraw) -> dict[str, Tensor]:
-        """The result of `sample` for rows that `draws` has drawn."""
-        return self.draws.finish(self._rows_at(drawn.slots), drawn)
+    def sample_later(self, batch: int, beta: float | None) -> tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]]:
+        """Slots and probabilities of a sample, and what counts and returns it; not called, nothing has changed."""
+        drawn = self.draws.draw(batch, beta)
+        finish = partial(self.draws.finish, self._rows_at(drawn.slots), drawn)
+        return _from_numpy(drawn.slots), _from_numpy(drawn.probability), finish
 
     def _rows_at(self, slots: np.ndarray) -> dict[str, Tensor]:
         if self._ahead is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import nullcontext
 from itertools import chain, repeat, starmap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,8 +22,6 @@ from gpu_replay.ops.eligibility import Flag, GivenFinals, endings, powers_of, se
 from gpu_replay.ops.frames import FrameStore, gather_stacks, shift_pictures, shifts_from
 from gpu_replay.ops.hindsight import (
     HostGoals,
-    RelabelInput,
-    RelabelSettings,
     Strategy,
     goal_blocks,
     goal_words,
@@ -31,6 +29,9 @@ from gpu_replay.ops.hindsight import (
 from gpu_replay.ops.ring import as_numpy, gather_rows, parts_of, put
 from gpu_replay.ops.steps import NONE_KEPT, HostSteps
 from gpu_replay.ops.windows import HostWindows, Windows
+
+if TYPE_CHECKING:
+    from gpu_replay.hindsight import Hindsight
 
 # where the final observations of the only step are
 _FIRST = np.zeros(1, dtype=np.int64)
@@ -169,9 +170,12 @@ class TrajectoryHostEngine:
         return self.draws.finish(self._transitions(drawn.slots, shifts), drawn, blocks)
 
     def sample_relabeled(
-        self, batch: int, beta: float | None, relabel: RelabelSettings, count: int
-    ) -> tuple[dict[str, Tensor], RelabelInput]:
-        """Sample as `sample` does, with other goals in `count` rows."""
+        self, batch: int, beta: float | None, relabel: Hindsight, count: int
+    ) -> dict[str, Tensor]:
+        """Sample as `sample` does, with other goals in `count` rows.
+
+        The user's functions run before the sample is counted, so that one that raises leaves all as it was.
+        """
         drawn, storage, achieved = self.draws.draw(batch, beta), self._storage, relabel.achieved_field
         shifts, blocks = self._shifts(batch, drawn.blocks)
         tensors = self._transitions(drawn.slots, shifts)
@@ -179,7 +183,8 @@ class TrajectoryHostEngine:
         ring, pool = as_numpy(storage.tensors[achieved]), self._pools.get(achieved)
         goals = chosen.gather(ring, pool, storage.fields[relabel.desired_field])
         shown = chosen.put(tensors, goals, relabel, self._shape.stack)
-        return self.draws.finish(tensors, drawn, blocks + goal_blocks(count, relabel.strategy)), shown
+        relabel.rewrite(tensors, shown, storage.gamma)
+        return self.draws.finish(tensors, drawn, blocks + goal_blocks(count, relabel.strategy))
 
     def sequence_sampler(self, length: int, strict: bool, stride: int) -> tuple[HostSampler, int]:
         """A sampler of only the starts that `sequence_starts` names, and their number."""

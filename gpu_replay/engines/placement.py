@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.mapped_file import MappedFile
+from gpu_replay.engines.mapped_file import mapped
 from gpu_replay.engines.pinned_memory import pinned_block
 from gpu_replay.engines.read_ahead import ReadAhead
 
@@ -102,11 +102,9 @@ class FieldMemory:
 
     def __init__(self, placement: Placement, drain: Callable[[], None], sizes: Iterable[int]) -> None:
         nbytes = sum(map(_pages, sizes))
-        # removes the file when it is dropped
-        self._file: MappedFile | None = None
-        if placement.path is not None:
-            self._file = MappedFile(placement.path, nbytes)
-            self._block = self._file.block
+        self._mapping = None if placement.path is None else mapped(placement.path, nbytes)
+        if self._mapping is not None:
+            self._block = np.frombuffer(self._mapping, dtype=np.uint8)
         else:
             self._block = pinned_block(nbytes, placement.device, drain)
         # where each piece begins, and its bytes
@@ -123,9 +121,9 @@ class FieldMemory:
 
     def read_ahead(self, rows: int) -> ReadAhead | None:
         """The read-ahead for gathers of `rows` rows of each field; None if no field is in a mapped file."""
-        if self._file is None or not hasattr(mmap, "MADV_WILLNEED"):
+        if self._mapping is None or not hasattr(mmap, "MADV_WILLNEED"):
             return None
-        return ReadAhead(self._file.mapping, [(begin, nbytes // rows) for begin, nbytes in self._pieces])
+        return ReadAhead(self._mapping, [(begin, nbytes // rows) for begin, nbytes in self._pieces])
 
 
 # makes the memory of fields from their sizes in bytes

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.sampler_plan import SamplerPlan
 from gpu_replay.ops.eligibility import Flag, StreamShape
 from gpu_replay.ops.mass import OrderRule, Rule
+from gpu_replay.samplers import Sampler
 
 # no counter comes near it in a lifetime, and sums of a few of them still are int64
 _MOST = 2**62
@@ -25,16 +25,16 @@ _LAST_CODE = OrderRule().mass(np.finfo(np.float64).max)
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Settings that determine the layout of a state: slots, the plan of draws, and the shape of a stream, if any."""
+    """Settings that determine the layout of a state: slots, the sampler, and the shape of a stream, if any."""
 
     slots: int
-    plan: SamplerPlan
+    sampler: Sampler
     stream: StreamShape | None = None
 
     @property
     def rule(self) -> Rule:
         """How priorities become masses or codes."""
-        return self.plan.rule(self.slots)
+        return self.sampler.base.rule(self.slots)
 
     @property
     def most(self) -> int:
@@ -57,7 +57,7 @@ def check_state(layout: StateLayout, counters: Mapping[str, int], tensors: Mappi
     for name, count in counters.items():
         _require(0 <= count < _MOST or name == "TOP", f"counter {name} is {count}")
     _require(first <= added and not added % envs and not first % envs, f"FIRST is {first} and ADDED {added}")
-    _require(not layout.plan.prioritized or counters["TOP"] <= layout.most, f"TOP is {counters['TOP']}")
+    _require(not layout.sampler.base.prioritized or counters["TOP"] <= layout.most, f"TOP is {counters['TOP']}")
     small = {name: tensor.cpu() for name, tensor in tensors.items() if not name.startswith(("fields.", "final."))}
     _require_within(small, "times_sampled", 0)
     if layout.stream is not None:

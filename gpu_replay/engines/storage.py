@@ -20,11 +20,11 @@ from torch import Tensor
 from gpu_replay.engines.mapped_file import free_on_disk
 from gpu_replay.engines.placement import MakeMemory, Placement
 from gpu_replay.engines.read_ahead import ReadAhead
-from gpu_replay.engines.sampler_plan import plan_of
+from gpu_replay.engines.draw_state import priority_bytes
 from gpu_replay.fields import Field
 from gpu_replay.ops._backend import Backend, choose
 from gpu_replay.ops.ring import as_numpy
-from gpu_replay.samplers import Sampler, Uniform
+from gpu_replay.samplers import Sampler, Uniform, check_sampler
 from gpu_replay.validation import check_int
 
 UNIFORM = Uniform()
@@ -43,7 +43,7 @@ def estimate(
         if padding:
             sizes["alignment"] = capacity * padding
     sizes["times_sampled"] = capacity * torch.int32.itemsize
-    return sizes | plan_of(sampler).priority_bytes(capacity, backend)
+    return sizes | priority_bytes(check_sampler(sampler).base, capacity, backend)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.placement import MakeMemory
-from gpu_replay.engines.sampler_plan import plan_of
 from gpu_replay.engines.saved_state import StateLayout
 from gpu_replay.engines.storage import Storage, check_capacity, estimate
 from gpu_replay.fields import Field, check_fields
@@ -18,7 +17,7 @@ from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.eligibility import Streams, StreamShape, stream_bytes
 from gpu_replay.ops.frames import window_outputs
 from gpu_replay.ops.mass_tree import tree_bytes
-from gpu_replay.samplers import Sampler
+from gpu_replay.samplers import Sampler, check_sampler
 from gpu_replay.validation import check_choice, check_int
 
 REWARD = Field((), torch.float32)
@@ -83,7 +82,7 @@ def stream_layout(
     names = ("capacity", "num_envs", "stack", "n_step", "autoreset", "final_capacity")
     arguments = {name: settings[name] for name in names}
     shape = stream_shape(fields=check_stream_fields(fields), hindsight=relabel is not None, **arguments)
-    return StateLayout(shape.slots, plan_of(sampler), shape)
+    return StateLayout(shape.slots, check_sampler(sampler), shape)
 
 
 def check_stream_fields(fields: object) -> dict[str, Field]:
@@ -114,7 +113,7 @@ def trajectory_estimate(
     sizes["streams"] = stream_bytes(shape, backend)
     if shape.finals:
         sizes["final_obs"] = shape.finals * sum(fields[name].row_bytes for name in observation_names(fields))
-    if plan_of(sampler).counts_starts:
+    if sampler.counts_starts:
         sizes["marks"] = tree_bytes(shape.slots, backend)
     return sizes
 

@@ -216,36 +216,6 @@ def leaf_blocks(tree: MassTree, interpreted: bool) -> LeafBlocks:
     return LeafBlocks(blocks, -(-blocks // each), each)
 
 
-class DeviceDraws(NamedTuple):
-    """The results of a draw kernel; `batch` numbers each.
-
-    slots, keys: int64.
-    probability: float32.
-    value:       int64 masses of a draw by priority, 0 in rows that were not drawn by it; the gather that follows
-                 computes the weights from them. For a uniform draw float32 weights, all 1.
-    words:       (1,) int64, where in the random stream the words for shifts begin; None without shifts.
-    """
-
-    slots: Tensor
-    keys: Tensor
-    probability: Tensor
-    value: Tensor
-    words: Tensor | None
-
-
-class DrawLaunch(NamedTuple):
-    """How batches of one size are drawn.
-
-    launch: one launch a call; takes the list of ranks, `RankList`, or ().
-    drawn:  rows that are not the newest.
-    moves:  blocks by which the launch moves the random stream on, and the schedule by one; None where the gather does.
-    """
-
-    launch: Callable[[tuple[Tensor, ...]], DeviceDraws]
-    drawn: int
-    moves: int | None
-
-
 def digits_for(slots: int) -> int:
     """Steps of a search for one of this many ranks."""
     digits = 1
@@ -257,7 +227,6 @@ def digits_for(slots: int) -> int:
 def plan_draw(
     by: Literal["mass", "uniform", "rank"],
     counters: Tensor,
-    times_sampled: Tensor,
     drawn: int,
     batch: int,
     capacity: int,
@@ -271,8 +240,10 @@ def plan_draw(
     stratified: bool = True,
     lowest_of_all: bool = False,
     replacement: bool = False,
-) -> DrawLaunch:
-    """Device: `drawn` draws and the newest for the rest of the batch; one launch a call.
+) -> tuple[Callable[..., None], int]:
+    """Device: a function that draws `drawn` rows and takes the newest for the rest of the batch, by one launch, and the
+    blocks of random words that it takes. Its arguments: (batch,) slots, keys, probabilities and masses to be filled,
+    where to put the place of the words for shifts, or (), and the ranks, or ().
 
     tree:    of masses, to draw by mass.
     starts:  of ones for eligible starts, for uniform draws and the newest; None where all stored slots can be drawn.
@@ -283,12 +254,12 @@ def plan_draw(
     """
     from gpu_replay.kernels.draw import draw_kernel
 
-    device, by_priority = counters.device, by != "uniform" and drawn > 0
+    by_priority = by != "uniform" and drawn > 0
     if not by_priority:
         by, replacement = "uniform", replacement or drawn == 0
     if tracks_eligibility and starts is None and (by == "uniform" or drawn < batch):
         raise RuntimeError("there is no tree of eligible starts to draw uniformly, or the newest, from.")
-    interpreted = device.type == "cpu"
+    interpreted = counters.device.type == "cpu"
     levels: tuple[Tensor, ...] = ()
     if by == "uniform":
         levels = () if starts is None else starts.levels
@@ -325,19 +296,9 @@ def plan_draw(
     )
     reciprocals = reciprocal(max(drawn, 1)), reciprocal(capacity)
     numbers = (drawn, batch, capacity, skipped, *reciprocals, leaves.blocks, programs, own)
-    dtype = torch.int64 if by_priority else torch.float32
 
-    def draw(ranked: tuple[Tensor, ...] = ()) -> DeviceDraws:
-        rows = DeviceDraws(
-            torch.empty(batch, dtype=torch.int64, device=device),
-            torch.empty(batch, dtype=torch.int64, device=device),
-            torch.empty(batch, dtype=torch.float32, device=device),
-            torch.empty(batch, dtype=dtype, device=device),
-            torch.empty(1, dtype=torch.int64, device=device) if shifted else None,
-        )
-        words = () if rows.words is None else (rows.words,)
+    def draw(outputs: tuple[Tensor, ...], words: tuple[Tensor, ...] = (), ranked: tuple[Tensor, ...] = ()) -> None:
         ranks = () if sums is None or not by_priority else (sums, *ranked)
-        launch(levels, newest, low, ranks, counters, (*rows[:4], times_sampled), words, *numbers)
-        return rows
+        launch(levels, newest, low, ranks, counters, outputs, words, *numbers)
 
-    return DrawLaunch(draw, drawn, None if by_priority else own + blocks_for(batch if shifted else 0))
+    return draw, own + blocks_for(batch if shifted else 0)

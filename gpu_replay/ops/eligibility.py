@@ -18,10 +18,11 @@ from torch import Tensor
 from gpu_replay.fields import Field
 from gpu_replay.loops.constants import Flag as Flag
 from gpu_replay.ops._backend import Backend
+from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import reciprocal
 from gpu_replay.ops.launch import Launch, aligned
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.priorities import DeviceMasses
+from gpu_replay.ops.priorities import DeviceMasses, plan_highest
 from gpu_replay.ops.ring import moved_rows
 
 
@@ -170,6 +171,8 @@ def envs_per_program(num_envs: int, ages: int, interpreted: bool) -> int:
 
 
 def plan_add_step(
+    stores: Mapping[str, Tensor],
+    fields: Mapping[str, Field],
     streams: Streams,
     masses: DeviceMasses | None,
     eligible_tree: MassTree | None,
@@ -178,8 +181,8 @@ def plan_add_step(
     source: int | None,
     *,
     with_final: bool,
-) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], None]:
-    """Device: add the step that was just written, by its flags `terminated` and `truncated`, (num_envs,) bool, and its
+) -> Callable[[Mapping[str, Tensor], Tensor, Tensor, Tensor | None, Tensor], None]:
+    """Device: store a step, by its flags `terminated` and `truncated`, (num_envs,) bool, and its
     priorities or None, and put its keys into a (num_envs,) int64; one launch a call.
 
     masses, eligible_tree: the trees that this buffer keeps over the starts of windows, one or both.
@@ -197,7 +200,12 @@ def plan_add_step(
     # steps further back than the length of the ring do not count
     ages, frames = steps_at_once(min(shape.n_step + 1, shape.steps)), steps_at_once(min(shape.stack, shape.steps) - 1)
     envs = envs_per_program(shape.num_envs, max(ages, frames), counters.device.type == "cpu")
+    names, interpreted = tuple(fields), counters.device.type == "cpu"
+    layout, moving = moved_rows(tuple(fields.values()), shape.num_envs, interpreted)
+    stepping = -(-shape.num_envs // envs)
+    find_highest = plan_highest(masses, counters) if source == Counter.HIGHEST else None
     tensors = (
+        tuple(stores[name] for name in names),
         tree.levels,
         () if masses is None else masses.extremes,
         () if masses is None or eligible_tree is None else eligible_tree.levels,
@@ -213,10 +221,12 @@ def plan_add_step(
         reciprocal(shape.slots),
         reciprocal(shape.num_envs * (shape.n_step + 1)),
         reciprocal(max(1, shape.finals)),
+        stepping,
     )
     launch = Launch(
         add_step_kernel,
-        -(-shape.num_envs // envs),
+        stepping + moving,
+        LAYOUT=layout,
         SHIFT=tree.fanout.bit_length() - 1,
         EDGE=tree.edge,
         ENVS=envs,
@@ -229,31 +239,37 @@ def plan_add_step(
         HINDSIGHT=shape.hindsight,
     )
 
-    def add_step(terminated: Tensor, truncated: Tensor, priorities: Tensor | None, keys: Tensor) -> None:
+    def add_step(
+        values: Mapping[str, Tensor], terminated: Tensor, truncated: Tensor, priorities: Tensor | None, keys: Tensor
+    ) -> None:
+        if find_highest is not None:
+            find_highest()
+        inputs = tuple([values[name] for name in names])
         step: tuple[Tensor, ...] = (terminated.view(torch.uint8), truncated.view(torch.uint8))
         if masses is not None and priorities is not None:
             step = (*step, priorities)
-        launch(*tensors, step, counters, times_sampled, keys, *numbers, aligned=aligned(*step))
+        launch(inputs, *tensors, step, counters, times_sampled, keys, *numbers, aligned=aligned(*inputs, *step))
 
     return add_step
 
 
 def plan_keep_finals(
     streams: Streams, pools: Mapping[str, Tensor], fields: Mapping[str, Field], counters: Tensor
-) -> Callable[[Mapping[str, Tensor]], None]:
-    """Device: copy the final observations that `plan_add_step` kept to their rows; one launch a call.
+) -> Callable[[Mapping[str, Tensor], Tensor, Tensor], None]:
+    """Device: copy the final observations that the next `plan_add_step` will keep, by its flags, to their rows; one launch
+    a call, which changes nothing that is stored.
 
     pools: (finals, *shape) of each observation field. The calls are given the same names, (num_envs, *shape).
     """
     from gpu_replay.kernels.steps import keep_finals_kernel
 
-    envs, names, targets = streams.shape.num_envs, tuple(pools), tuple(pools.values())
-    layout, programs = moved_rows(tuple(fields[name] for name in names), envs, counters.device.type == "cpu")
-    launch = Launch(keep_finals_kernel, programs, LAYOUT=layout)
+    shape, names, targets = streams.shape, tuple(pools), tuple(pools.values())
+    layout, programs = moved_rows(tuple(fields[name] for name in names), shape.num_envs, counters.device.type == "cpu")
+    launch = Launch(keep_finals_kernel, programs, LAYOUT=layout, HINDSIGHT=shape.hindsight)
+    numbers = shape.num_envs, shape.slots, shape.finals, reciprocal(max(1, shape.finals))
 
-    def keep_finals(finals: Mapping[str, Tensor]) -> None:
-        values = tuple([finals[name] for name in names])
-        stream = streams.flags, streams.final, counters, envs, streams.shape.slots
-        launch(values, targets, *stream, aligned=aligned(*values))
+    def keep_finals(finals: Mapping[str, Tensor], terminated: Tensor, truncated: Tensor) -> None:
+        values, step = tuple([finals[name] for name in names]), (terminated.view(torch.uint8), truncated.view(torch.uint8))
+        launch(values, targets, step, streams.owner, counters, *numbers, aligned=aligned(*values, *step))
 
     return keep_finals

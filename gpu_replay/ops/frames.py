@@ -23,7 +23,7 @@ from gpu_replay.ops.launch import Launch
 from gpu_replay.ops.ring import as_numpy, as_sampled, tensor_of
 from gpu_replay.ops.threads import LARGE as LARGE_GATHER
 from gpu_replay.ops.threads import in_parts, threads_for
-from gpu_replay.ops.weights import NO_WEIGHTS, PendingWeights, launch_arguments, weight_programs
+from gpu_replay.ops.weights import Drawn, weight_programs
 
 # bytes of a piece that is gathered and converted while it is in the cache
 _PIECE = 2**19
@@ -165,42 +165,42 @@ class StepStore(Protocol):
 
 
 def plan_gather_windows(
-    storage: StepStore, batch: int, powers: Tensor, counters: Tensor, *, shifted: bool, weighed: bool
-) -> Callable[[Tensor, Tensor | None, PendingWeights | None], dict[str, Tensor]]:
+    storage: StepStore, batch: int, powers: Tensor, counters: Tensor, *, shifted: bool, drawn: bool
+) -> Callable[[Tensor, tuple[Tensor, ...], Drawn], dict[str, Tensor]]:
     """Device: all that a batch holds of the eligible starts in (B,) slots, and the weights of their draw if asked for;
     one launch a call.
 
     powers:  (n_step + 1,) float64 of gamma, as `powers_of` gives them.
     shifted: whether pictures are moved, by B words of the random stream, whose place in it, (1,) int64, is given too.
-    weighed: whether weights are asked for, all of them with a schedule or all of them without one.
+    drawn: whether weights are asked for, all of them with a schedule or all of them without one.
     """
     forms = _forms(storage, batch)
-    launch = _plan_launch(storage, batch, counters, 1, shifted=shifted, weighed=weighed)
+    launch = _plan_launch(storage, batch, counters, 1, shifted=shifted, drawn=drawn)
 
-    def gather(slots: Tensor, words: Tensor | None, weighing: PendingWeights | None) -> dict[str, Tensor]:
+    def gather(slots: Tensor, words: tuple[Tensor, ...] = (), sample: Drawn = Drawn()) -> dict[str, Tensor]:
         out = _outputs(forms, counters.device)
-        launch(slots, out, words, weighing, powers)
+        launch(slots, out, words, sample, powers)
         return out
 
     return gather
 
 
 def plan_gather_sequences(
-    storage: StepStore, batch: int, length: int, powers: Tensor, counters: Tensor, *, shifted: bool, weighed: bool
-) -> Callable[[Tensor, Tensor | None, PendingWeights | None], dict[str, Tensor]]:
+    storage: StepStore, batch: int, length: int, powers: Tensor, counters: Tensor, *, shifted: bool, drawn: bool
+) -> Callable[[Tensor, tuple[Tensor, ...], Drawn], dict[str, Tensor]]:
     """Device: `length` steps from each of (B,) slots on, [B, length, ...], with the windows of each, and the mask of
     those of its episode.
 
-    powers, shifted, weighed: as in `plan_gather_windows`. Besides one launch for the values a few small ones of torch
+    powers, shifted, drawn: as in `plan_gather_windows`. Besides one launch for the values a few small ones of torch
     find slots and mask.
     """
     shape, device, all_flags = storage.streams.shape, counters.device, storage.streams.flags
     envs, rows = shape.num_envs, (batch, length)
     # how single steps ended, their flags say
     forms = [form for form in _forms(storage, *rows) if form[0] not in ("terminated", "truncated")]
-    launch = _plan_launch(storage, batch * length, counters, length, shifted=shifted, weighed=weighed)
+    launch = _plan_launch(storage, batch * length, counters, length, shifted=shifted, drawn=drawn)
 
-    def gather(starts: Tensor, words: Tensor | None, weighing: PendingWeights | None) -> dict[str, Tensor]:
+    def gather(starts: Tensor, words: tuple[Tensor, ...] = (), sample: Drawn = Drawn()) -> dict[str, Tensor]:
         slots = (starts[:, None] + torch.arange(0, length * envs, envs, device=device)) % shape.slots
         # steps that are stored after each: the newest one lies before the next
         left = (counters[Counter.ADDED] - 1 - starts) // envs % shape.steps
@@ -210,7 +210,7 @@ def plan_gather_sequences(
         ends = flags & _ENDS
         mask = ends.cumsum(dim=1) == ends
         out = _outputs(forms, device)
-        launch(slots.view(-1), out, words, weighing, powers, left.view(-1))
+        launch(slots.view(-1), out, words, sample, powers, left.view(-1))
         return {**out, **endings(flags), "mask": mask}
 
     return gather
@@ -245,7 +245,7 @@ def _outputs(forms: Iterable[Form], device: torch.device) -> dict[str, Tensor]:
 
 
 def _plan_launch(
-    storage: StepStore, batch: int, counters: Tensor, span: int, *, shifted: bool, weighed: bool
+    storage: StepStore, batch: int, counters: Tensor, span: int, *, shifted: bool, drawn: bool
 ) -> Callable[..., None]:
     """A function that fills outputs of windows, by name. It takes the slots of their starts, the outputs, where random
     words are, the weights that are pending, the powers of gamma and, where windows may not be whole, the steps that are
@@ -261,7 +261,7 @@ def _plan_launch(
     names = [*storage.observations, *(name for name in storage.fields if name not in apart)]
     fields = tuple(storage.fields[name] for name in names)
     layout, together, items, programs = moved_frames(fields, stacked, batch, shape.stack, shifted, interpreted)
-    weights, draws = weight_programs(batch // span if weighed else 0, interpreted)
+    weights, draws = weight_programs(batch // span if drawn else 0, interpreted)
     sources = (
         tuple(storage.tensors[name] for name in names),
         tuple(storage.finals[name] for name in storage.observations) if shape.finals else (),
@@ -289,9 +289,9 @@ def _plan_launch(
     )
 
     def fill(
-        slots: Tensor, out: dict[str, Tensor], words: Tensor | None, weighing: PendingWeights | None, *powers: Tensor
+        slots: Tensor, out: dict[str, Tensor], words: tuple[Tensor, ...], sample: Drawn, *powers: Tensor
     ) -> None:
-        pointers, weights = NO_WEIGHTS if weighing is None else launch_arguments(weighing)
+        pointers, *weights = sample
         launch(
             *sources,
             tuple([out[name] for name in names]),
@@ -300,7 +300,7 @@ def _plan_launch(
             slots,
             step_tensors,
             (rewards, *powers),
-            () if words is None else (words,),
+            words,
             counters,
             tuple([out[name] for name in results if name in out]),
             *numbers,

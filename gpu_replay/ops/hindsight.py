@@ -156,11 +156,11 @@ def masked_put(target: Tensor, rows: Tensor, known: Tensor | None, values: Tenso
 
 
 def plan_choose_goals(
-    streams: Streams, batch: int, counters: Tensor, count: int, strategy: Strategy
+    streams: Streams, batch: int, counters: Tensor, count: int, strategy: Strategy, after: int
 ) -> Callable[[Tensor], GoalRows]:
     """Device: choose `count` rows of a batch, given by its (B,) keys, and their goals; one launch a call.
 
-    The random stream is moved on past the words that this takes.
+    after: blocks of the random stream that come before its words.
     """
     from gpu_replay.kernels.goals import choose_goals_kernel
 
@@ -174,7 +174,7 @@ def plan_choose_goals(
         DRAWS=draws,
     )
     known_of = (streams.flags, streams.depth, streams.spans, streams.parted, streams.final)
-    numbers = (count, batch, shape.num_envs, shape.steps, shape.finals, goal_blocks(count, strategy))
+    numbers = (count, batch, shape.num_envs, shape.steps, shape.finals, after)
 
     def choose_goals(keys: Tensor) -> GoalRows:
         rows = torch.empty(count, dtype=torch.int64, device=device)

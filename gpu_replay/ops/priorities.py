@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from gpu_replay.ops.draw import per_program, reciprocal
+from gpu_replay.fields import Field
+from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.draw import leaf_blocks, per_program, reciprocal
 from gpu_replay.ops.launch import Launch, aligned
 from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import MassTree, edge_for, fanout_for
+from gpu_replay.ops.ring import moved_rows
 
 
 class DeviceMasses:
@@ -64,26 +67,35 @@ def update_warps(together: int) -> int:
     return min(16, max(4, together // 32))
 
 
-def plan_insert(
-    masses: DeviceMasses | None, counters: Tensor, times_sampled: Tensor, rows: int, source: int | None, *, given: bool
-) -> Callable[[Tensor | None, Tensor], None]:
-    """Device: count in `rows` transitions that were just written, and put their keys into a (rows,) int64; one launch a
-    call.
+def plan_add(
+    stores: Mapping[str, Tensor],
+    fields: Mapping[str, Field],
+    masses: DeviceMasses | None,
+    counters: Tensor,
+    times_sampled: Tensor,
+    rows: int,
+    source: int | None,
+    *,
+    given: bool,
+) -> Callable[[Mapping[str, Tensor], Tensor | None, Tensor], None]:
+    """Device: store `rows` transitions with their masses, and put their keys into a (rows,) int64. One launch changes
+    all that changes, so that nothing comes between.
 
     source: where the initial mass is found if it is there; else it is the one given to `masses`.
     given:  whether they come with priorities, all of one dtype.
     """
-    from gpu_replay.kernels.priorities import insert_kernel
+    from gpu_replay.kernels.priorities import add_kernel
 
-    capacity = times_sampled.numel()
-    skipped = max(0, rows - capacity)
-    fanout = fanout_for("triton")
-    blocks = blocks_per_program(rows - skipped, fanout, counters.device.type == "cpu")
+    capacity, interpreted = times_sampled.numel(), counters.device.type == "cpu"
+    names, fanout, skipped = tuple(fields), fanout_for("triton"), max(0, rows - capacity)
+    layout, moving = moved_rows(tuple(fields.values()), rows - skipped, interpreted)
+    blocks = blocks_per_program(rows - skipped, fanout, interpreted)
     segment = -(-(-(-(rows - skipped) // fanout) + 1) // blocks)
-    tree = _mass_arguments(masses)
+    inserting = max(2 * segment, -(-skipped // (blocks * fanout)))
     launch = Launch(
-        insert_kernel,
-        max(2 * segment, -(-skipped // (blocks * fanout))),
+        add_kernel,
+        inserting + moving,
+        LAYOUT=layout,
         FANOUT=fanout,
         SHIFT=fanout.bit_length() - 1,
         EDGE=edge_for("triton"),
@@ -92,13 +104,35 @@ def plan_insert(
         ORDERED=masses is not None and masses.ordered,
         SOURCE=-1 if source is None else source,
     )
-    numbers = (rows, skipped, capacity, segment)
+    find_highest = plan_highest(masses, counters) if source == Counter.HIGHEST else None
+    targets = tuple(stores[name] for name in names), *_mass_arguments(masses), counters, times_sampled
+    numbers = (rows, skipped, capacity, segment, inserting)
 
-    def insert(priorities: Tensor | None, keys: Tensor) -> None:
-        own = counters if priorities is None else priorities
-        launch(*tree, counters, times_sampled, keys, own, *numbers, aligned=priorities is None or aligned(priorities))
+    def add(values: Mapping[str, Tensor], priorities: Tensor | None, keys: Tensor) -> None:
+        if find_highest is not None:
+            find_highest()
+        own, inputs = counters if priorities is None else priorities, tuple([values[name] for name in names])
+        launch(inputs, *targets, keys, own, *numbers, aligned=aligned(*inputs, own))
 
-    return insert
+    return add
+
+
+def plan_highest(masses: DeviceMasses | None, counters: Tensor) -> Callable[[], None]:
+    """Device: bring the largest stored mass into the counters; changes nothing else."""
+    from gpu_replay.kernels.priorities import find_highest_kernel
+
+    tree = None if masses is None else masses.tree
+    if tree is None or tree.high is None:
+        raise RuntimeError("this tree was made without its largest masses.")
+    leaves, high, low = leaf_blocks(tree, counters.device.type == "cpu"), tree.high, tree.levels[0]
+    launch = Launch(find_highest_kernel, leaves.programs, EDGE=edge_for("triton"), BLOCKS=leaves.per_program)
+
+    def find() -> None:
+        # a call that was interrupted may have left one
+        counters[Counter.HIGHEST].zero_()
+        launch(high, low, counters, leaves.blocks)
+
+    return find
 
 
 def _mass_arguments(masses: DeviceMasses | None) -> tuple[tuple[Tensor, ...], ...]:

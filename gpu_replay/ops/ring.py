@@ -18,11 +18,9 @@ from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.ops.batch_memory import BatchMemory
-from gpu_replay.ops.draw import LeafBlocks, leaf_blocks
-from gpu_replay.ops.launch import Launch, aligned
-from gpu_replay.ops.mass_tree import MassTree, edge_for
+from gpu_replay.ops.launch import Launch
 from gpu_replay.ops.threads import LARGE, take_rows
-from gpu_replay.ops.weights import NO_WEIGHTS, PendingWeights, launch_arguments, weight_programs
+from gpu_replay.ops.weights import Drawn, weight_programs
 
 Result = TypeVar("Result")
 # puts what comes to a place in an array there
@@ -191,64 +189,24 @@ def layout_of(fields: Sequence[Field], tiles: Sequence[Tile], *, converted: bool
 
 
 def plan_gather(
-    stores: Mapping[str, Tensor], fields: Mapping[str, Field], batch: int, device: torch.device, *, weighed: bool
-) -> Callable[[Tensor, PendingWeights | None], dict[str, Tensor]]:
-    """Device: (B, *shape) rows of every field at (B,) slots, and the weights of their draw if asked for; one launch a
-    call.
-
-    weighed: whether weights are asked for, all of them with a schedule or all of them without one.
+    stores: Mapping[str, Tensor], fields: Mapping[str, Field], batch: int, counters: Tensor, *, drawn: bool
+) -> Callable[[Tensor, Drawn], dict[str, Tensor]]:
+    """Device: (B, *shape) rows of every field at (B,) slots, and the end of their sample if they were drawn; one launch
+    a call.
     """
     from gpu_replay.kernels.ring import gather_kernel
 
-    layout, programs = moved_rows(tuple(fields.values()), batch, device.type == "cpu", converted=True)
-    weights, draws = weight_programs(batch if weighed else 0, device.type == "cpu")
+    device, interpreted = counters.device, counters.device.type == "cpu"
+    layout, programs = moved_rows(tuple(fields.values()), batch, interpreted, converted=True)
+    weights, draws = weight_programs(batch if drawn else 0, interpreted)
     launch = Launch(gather_kernel, weights + programs, LAYOUT=layout, DRAWS=draws)
     sources = tuple(stores[name] for name in fields)
     forms = [(name, (batch, *field.shape), field.output_dtype) for name, field in fields.items()]
 
-    def gather(slots: Tensor, weighing: PendingWeights | None) -> dict[str, Tensor]:
+    def gather(slots: Tensor, sample: Drawn = Drawn()) -> dict[str, Tensor]:
         outputs = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in forms}
-        pointers, numbers = NO_WEIGHTS if weighing is None else launch_arguments(weighing)
-        counters = slots if weighing is None else weighing.counters
+        pointers, *numbers = sample
         launch(sources, tuple(outputs.values()), pointers, slots, counters, batch, *numbers)
         return outputs
 
     return gather
-
-
-def plan_write(
-    stores: Mapping[str, Tensor],
-    fields: Mapping[str, Field],
-    rows: int,
-    counters: Tensor,
-    tree: MassTree | None,
-    *,
-    highest: bool,
-) -> Callable[[Mapping[str, Tensor]], None]:
-    """Device: put m rows of every field after the newest; with `highest`, look up the largest mass too. One launch a
-    call.
-    """
-    from gpu_replay.kernels.ring import write_kernel
-
-    interpreted = counters.device.type == "cpu"
-    names = tuple(fields)
-    capacity = stores[names[0]].shape[0]
-    skipped = max(0, rows - capacity)
-    (layout, programs), leaves = moved_rows(tuple(fields.values()), rows - skipped, interpreted), LeafBlocks(0, 0, 1)
-    high: tuple[Tensor, ...] = ()
-    if highest and tree is not None and tree.high is not None:
-        leaves, high = leaf_blocks(tree, interpreted), (tree.high, tree.levels[0])
-    targets, numbers = tuple(stores[name] for name in names), (rows, skipped, capacity, leaves.blocks)
-    launch = Launch(
-        write_kernel,
-        programs + leaves.programs,
-        LAYOUT=layout,
-        EDGE=edge_for("triton"),
-        BLOCKS=leaves.per_program,
-    )
-
-    def write(values: Mapping[str, Tensor]) -> None:
-        inputs = tuple([values[name] for name in names])
-        launch(inputs, targets, counters, high, *numbers, aligned=aligned(*inputs))
-
-    return write

@@ -17,11 +17,10 @@ from gpu_replay.base.state import config_of
 from gpu_replay.batch import Batch
 from gpu_replay.checkpoint.joint import KIND, JointCheckpoint
 from gpu_replay.engines.placement import StoragePath, check_placement
-from gpu_replay.engines.sampler_plan import SamplerPlan, plan_of
 from gpu_replay.engines.storage import UNIFORM, check_capacity
 from gpu_replay.fields import Field, check_fields
 from gpu_replay.ops.counters import Counter
-from gpu_replay.samplers import LinearSchedule, Sampler
+from gpu_replay.samplers import Sampler, check_sampler
 from gpu_replay.sharded import saving
 from gpu_replay.sharded.global_draw import deal, exchanged
 from gpu_replay.sharded.group import MAKING, Agreed, Group, Message, Offer
@@ -97,8 +96,8 @@ class ShardedReplayBuffer:
                 raise ValueError(f"capacity must be at least 1 on each of {ranks} ranks; found {slots}.")
             check_placement(self._group.device, storage_device, storage_path)
             self._mode = validation.check_choice("mode", mode, ("local", "global"))
-            self._fields, self._sampler, self._plan = check_fields(fields), sampler, plan_of(sampler)
-            _check_plan(self._plan, sampler, self._mode)
+            self._fields, self._sampler = check_fields(fields), check_sampler(sampler)
+            _check_mode(sampler, self._mode)
             self._seed = validation.check_int("seed", seed)
             settings = self._config(slots // ranks * ranks)
             return {"asked": slots, **settings, "seed": self._seed, "device": self._group.device.type}, None
@@ -239,18 +238,17 @@ class ShardedReplayBuffer:
 
         # on a GPU the host does not wait where every rank is known to have enough
         late = shard.device.type == "cuda"
-        unread = late and isinstance(batch_size, int) and self._least_size >= max(1, self._plan.distinct(batch_size))
-        mark = shard._draws.mark()
+        unread = late and isinstance(batch_size, int) and self._least_size >= max(1, self._sampler.distinct(batch_size))
         try:
             table = self._group.agree("sample", draw, late=late, unread=unread)
         except Agreed:
-            shard._take_back(mark)
+            shard.forget_draw()
             raise
         if not unread:
             self._least_size = int(table[:, Column.SIZE].min())
         shard.raise_largest(table[:, Column.LARGEST].max())
-        drawn.tensors["key"] = self._global_keys(drawn.tensors["key"])
-        return weighed(drawn, levels_of(table))
+        tensors = weighed(drawn, levels_of(table))
+        return tensors | {"key": self._global_keys(tensors["key"])}
 
     def _sample_global(self, batch_size: int, beta: float | None) -> dict[str, Tensor]:
         shard, batch = self._shard, 0
@@ -269,12 +267,10 @@ class ShardedReplayBuffer:
         except (RuntimeError, ValueError) as error:
             raise Agreed(error) from None
         shard.raise_largest(gathered[:, Column.LARGEST].max())
-        planned = self._plan.beta
         if beta is None:
-            step = int(table[:, Column.STEP].max())
-            beta = planned(step) if isinstance(planned, LinearSchedule) else planned
-        dealt = deal(self._plan, table, rows, self._seed)
-        return exchanged(shard, self._plan, dealt, table, self.rank, beta, self._group.all_to_all)
+            beta = self._sampler.base.beta_at(int(table[:, Column.STEP].max()))
+        dealt = deal(self._sampler, table, rows, self._seed)
+        return exchanged(shard, dealt, table, self.rank, beta, self._group.all_to_all)
 
     def update_priorities(self, keys: Any, priorities: Any) -> None:
         """Give the transitions with these keys new priorities, wherever they are stored; collective.
@@ -303,7 +299,7 @@ class ShardedReplayBuffer:
             mine = group.all_to_all(rows, counts[group.rank], [row[group.rank] for row in counts])
             local = torch.div(mine[:, 0], group.size, rounding_mode="floor")
             shard.update_priorities(local, mine[:, 1].contiguous().view(torch.float64))
-            if self._plan.prioritized and self._plan.initial == "running":
+            if self._sampler.base.initial == "running":
                 largest = shard._counters[Counter.MAX_MASS].clone()
                 self._largest = group.all_reduce(largest, largest=True)
 
@@ -454,16 +450,14 @@ class ShardedReplayBuffer:
         return torch.div(checked, self.ranks, rounding_mode="floor")
 
 
-def _check_plan(plan: SamplerPlan, sampler: Sampler, mode: str) -> None:
+def _check_mode(sampler: Sampler, mode: str) -> None:
     """Raise ValueError for a sampler that this mode does not support."""
-    if plan.kind != "rank":
-        return
-    if mode == "global":
-        raise ValueError(
-            f'mode="global" cannot draw by rank: {sampler} would sort all shards at every draw. '
-            'Use Proportional(...), or mode="local", which ranks within each shard.'
-        )
-    if plan.lowest_of_all:
+    base = sampler.base
+    if mode not in base.shards:
+        able = [name for name, kind in Sampler.kinds.items() if mode in getattr(kind, "shards", ())]
+        other = f', or mode="{base.shards[0]}"' if base.shards else ""
+        raise ValueError(f'mode="{mode}" cannot draw by {sampler}; use {" or ".join(able)}{other}.')
+    if base.lowest_of_all and not base.summed:
         raise ValueError(
             f'{sampler}: shards drawn by rank have no largest weight in common. Use normalize="batch", or Proportional.'
         )

@@ -14,15 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.sampler_plan import SamplerPlan
-from gpu_replay.ops.counters import HostWords, blocks_for
-from gpu_replay.ops.draw import (
-    PERMUTATION_WORDS,
-    importance_weights,
-    independent_ranks,
-    permuted_ranks,
-    stratified_targets,
-)
+from gpu_replay.ops.counters import HostWords
+from gpu_replay.ops.draw import importance_weights
+from gpu_replay.samplers import Sampler
 from gpu_replay.sharded.shard import Column, Shard
 
 # bytes of a message between ranks: before the rows the smallest mass that the shard sampled; after the fields of each
@@ -49,19 +43,14 @@ class Deal(NamedTuple):
     random: int
 
 
-def deal(plan: SamplerPlan, table: np.ndarray, rows: int, seed: int) -> Deal:
+def deal(sampler: Sampler, table: np.ndarray, rows: int, seed: int) -> Deal:
     """Choose `rows` rows of all shards, which store enough; table: (R, 7 or more) int64, `Shard.row` of each rank."""
-    by_mass = plan.kind == "mass"
-    newest = plan.newest_of(rows)
+    newest = sampler.newest_of(rows)
     chance, block = rows - newest, int(table[:, Column.RANDOM].max())
-    bounds = np.cumsum([0, *table[:, Column.TOTAL if by_mass else Column.SIZE].tolist()])
-    total, words, used = int(bounds[-1]), HostWords(seed), 0
-    numbers = np.zeros(0, dtype=np.int64)
-    if chance and (by_mass or plan.replacement):
-        doubles, used = words.doubles(block, chance), blocks_for(chance)
-        numbers = (stratified_targets if plan.stratified else independent_ranks)(total, doubles)
-    elif chance:
-        numbers, used = permuted_ranks(total, chance, words.words(block, PERMUTATION_WORDS)), PERMUTATION_WORDS // 4
+    bounds = np.cumsum([0, *table[:, Column.TOTAL].tolist()])
+    total, used, numbers = int(bounds[-1]), 0, np.zeros(0, dtype=np.int64)
+    if chance:
+        numbers, used = sampler.base.places(total, chance, HostWords(seed), block)
     owner = bounds[1:].searchsorted(numbers, "right")
     numbers = numbers - bounds[owner]
     if newest:
@@ -82,7 +71,7 @@ def newest_keys(table: np.ndarray, count: int) -> np.ndarray:
 
 
 def exchanged(
-    shard: Shard, plan: SamplerPlan, dealt: Deal, table: np.ndarray, rank: int, beta: float, exchange: Exchange
+    shard: Shard, dealt: Deal, table: np.ndarray, rank: int, beta: float, exchange: Exchange
 ) -> dict[str, Tensor]:
     """Send every rank its rows, in one exchange of bytes, and return those of this rank as fields of a batch.
 
@@ -101,9 +90,10 @@ def exchanged(
     # the rows sent to each rank: rows ascend, so those of one rank lie together
     tail = torch.stack([shard.keys_at(slots, added) * ranks + rank, masses], dim=1)
     packed = torch.cat([*shard.stored_bytes(slots), tail.view(torch.uint8)], dim=1)
-    lowest = shard.lowest()
-    if plan.kind == "mass" and not plan.lowest_of_all:
-        lowest = masses[:by_chance].min() if by_chance else torch.full_like(lowest, 2**63 - 1)
+    if shard.sampler.base.lowest_of_all:
+        lowest = shard.lowest()
+    else:
+        lowest = masses[:by_chance].min() if by_chance else masses.new_full((), 2**63 - 1)
     header = lowest.view(1).view(torch.uint8)
     counts = np.bincount(mine // batch, minlength=ranks).tolist()
     parts = [part for rows in packed.split(counts) for part in (header, rows.reshape(-1))]
@@ -123,17 +113,14 @@ def exchanged(
     key, mass = rest.contiguous().view(torch.int64).unbind(1)
     lows = torch.stack([part[:HEADER].clone().view(torch.int64)[0] for part in received])
     chance = min(max(dealt.chance - rank * batch, 0), batch)
-    probability, weight = _weighed(plan, mass[:chance], int(lows.min()), dealt.total, beta)
+    probability, weight = _weighed(mass[:chance], int(lows.min()), dealt.total, beta)
     sure = torch.ones(batch - chance, dtype=torch.float32, device="cpu")
     named = {"probability": torch.cat([probability, sure]), "weight": torch.cat([weight, sure])}
     return {**tensors, "key": key.contiguous(), **{name: each.to(shard.device) for name, each in named.items()}}
 
 
-def _weighed(plan: SamplerPlan, masses: Tensor, lowest: int, total: int, beta: float) -> tuple[Tensor, Tensor]:
+def _weighed(masses: Tensor, lowest: int, total: int, beta: float) -> tuple[Tensor, Tensor]:
     """Probabilities and weights of (n,) masses, computed on the host as a single buffer computes them."""
-    if plan.kind != "mass":
-        of_each = torch.full(masses.shape, 1 / total, dtype=torch.float32, device="cpu")
-        return of_each, torch.ones_like(of_each)
     array = masses.cpu().numpy()
     probability = (array / total).astype(np.float32)
     return torch.from_numpy(probability), torch.from_numpy(importance_weights(array, lowest, beta))

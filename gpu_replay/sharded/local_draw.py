@@ -36,7 +36,8 @@ def weighed(drawn: ShardDraw, levels: Tensor) -> dict[str, Tensor]:
     levels: (R,) float64 log2(g_r) of all ranks.
     """
     factor = (drawn.level - levels.max()).exp2()
+    tensors = drawn.finish()
     for name, change in (("weight", factor), ("probability", 1.0 / levels.numel())):
-        rows = drawn.tensors[name][: drawn.chance]
+        rows = tensors[name][: drawn.chance]
         rows.copy_(rows.to(torch.float64) * change)
-    return drawn.tensors
+    return tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpu_replay.buffer import ReplayBuffer
 from gpu_replay.fields import Field
-from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.counters import NO_MASS, Counter
 from gpu_replay.ops.draw import lowest_mass, slots_at
 from gpu_replay.ops.ring import converted
 from gpu_replay.samplers import LinearSchedule
@@ -30,14 +30,14 @@ class Column:
 
 
 class ShardDraw(NamedTuple):
-    """Rows sampled from one shard.
+    """Rows drawn from one shard.
 
-    tensors: fields, key, and probability and weight within the shard; the largest weight is 1.
+    finish:  counts them and returns fields, key, and probability and weight within the shard, at most 1.
     chance:  the first `chance` rows were sampled at random; the others are the newest.
     level:   float64 scalar, the log2(g) of `local_draw`.
     """
 
-    tensors: dict[str, Tensor]
+    finish: Callable[[], dict[str, Tensor]]
     chance: int
     level: Tensor
 
@@ -60,10 +60,9 @@ class Shard(ReplayBuffer):
         return counts[Counter.ADDED] - torch.maximum(counts[Counter.FIRST], counts[Counter.ADDED] - self._capacity)
 
     def total(self) -> Tensor:
-        """The sum of the masses of all stored transitions, an int64 scalar; 0 for samplers without masses."""
-        if self._plan.kind != "mass":
-            return torch.zeros((), dtype=torch.int64, device=self._device)
-        return self._state.masses.levels[-1].sum()
+        """The sum of the masses of all stored transitions, an int64 scalar; without masses each counts 1."""
+        tree = self._state.summed
+        return self.size() if tree is None else tree.levels[-1].sum()
 
     def row(self, level: Tensor) -> Tensor:
         """The numbers that `Column` lists, (7,) int64, as they are now."""
@@ -72,9 +71,7 @@ class Shard(ReplayBuffer):
         return torch.stack([counts[Counter.ADDED], self.size(), self.total(), level.view(torch.int64), *later])
 
     def lowest(self) -> Tensor:
-        """The smallest stored mass, an int64 scalar; 0 if weights are not divided by the weight of that mass."""
-        if not self._plan.lowest_of_all or self._plan.kind != "mass":
-            return torch.zeros((), dtype=torch.int64, device=self._device)
+        """The smallest stored mass, an int64 scalar."""
         return lowest_mass(self._state.masses)
 
     def raise_largest(self, largest: Tensor) -> None:
@@ -87,47 +84,52 @@ class Shard(ReplayBuffer):
     def draw(self, batch: int, beta: float | None) -> ShardDraw:
         """Draw `batch` rows of this shard. Raises as `sample`."""
         self._check_enough(batch)
-        chance = batch - self._plan.newest_of(batch)
+        chance = batch - self._sampler.newest_of(batch)
         step = self._counters[Counter.STEP].to(torch.float64)
-        tensors = self._engine.sample(batch, beta)
-        lowest = self._lowest_drawn(tensors["key"][:chance], tensors["probability"][:chance])
-        share = self.total() if self._plan.kind == "mass" else self.size()
-        level = share.to(torch.float64).log2() - self._exponent(step, beta) * lowest.log2()
-        return ShardDraw(tensors, chance, level)
+        slots, probability, finish = self._engine.sample_later(batch, beta)
+        lowest = self._lowest_drawn(slots[:chance], probability[:chance])
+        level = self.total().to(torch.float64).log2() - self._exponent(step, beta) * lowest.log2()
+        return ShardDraw(finish, chance, level)
 
     def _exponent(self, step: Tensor, beta: float | None) -> Tensor | float:
         if beta is not None:
             return beta
-        planned = self._plan.beta
+        planned = self._sampler.base.beta
         if not isinstance(planned, LinearSchedule):
             return planned
         return planned.start + (planned.end - planned.start) * (step / planned.steps).clamp(max=1.0)
 
-    def _lowest_drawn(self, keys: Tensor, probability: Tensor) -> Tensor:
+    def _lowest_drawn(self, slots: Tensor, probability: Tensor) -> Tensor:
         """The mass of the row with the largest weight, float64; with RankBased its probability times the size."""
-        if not self._plan.prioritized or not keys.numel():
+        base = self._sampler.base
+        if not base.prioritized or not slots.numel():
             return torch.ones((), dtype=torch.float64, device=self._device)
-        if self._plan.kind == "rank":
+        if not base.summed:
             return probability.min().to(torch.float64) * self.size()
         tree = self._state.masses
-        lowest = lowest_mass(tree) if self._plan.lowest_of_all else tree.masses[keys % self._capacity].min()
+        lowest = lowest_mass(tree) if base.lowest_of_all else tree.masses[slots].min()
         return lowest.to(torch.float64)
+
+    def forget_draw(self) -> None:
+        """Leave nothing of a draw that is not finished."""
+        self._counters[Counter.LOWEST] = NO_MASS
 
     # rows that were drawn for all ranks together
 
     def find(self, numbers: np.ndarray, added: int, size: int) -> Tensor:
         """(n,) slots for numbers: targets within the total mass, or indices among the live slots in ascending order."""
         places = torch.from_numpy(numbers).to(self._device)
-        if self._plan.kind == "mass":
-            return slots_at(self._state.masses, places)
+        if self._state.summed is not None:
+            return slots_at(self._state.summed, places)
         start = (added - size) % self._capacity
         # live slots in ascending order: those of the newest keys come first where the ring has wrapped
         wrapped = max(0, start + size - self._capacity)
         return torch.where(places < wrapped, places, places + start - wrapped)
 
     def masses_at(self, slots: Tensor) -> Tensor:
-        """(n,) int64 masses of slots; 0 for samplers without masses."""
-        return self._state.masses.masses[slots] if self._plan.kind == "mass" else torch.zeros_like(slots)
+        """(n,) int64 masses of slots; 1 each without masses."""
+        tree = self._state.summed
+        return torch.ones_like(slots) if tree is None else tree.masses[slots]
 
     def stored_bytes(self, slots: Tensor) -> list[Tensor]:
         """(n, bytes) uint8 of each field at these slots, as it is stored."""

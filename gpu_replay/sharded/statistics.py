@@ -37,8 +37,7 @@ def combined(table: Tensor) -> Stats:
         ends = dict.fromkeys(("min_priority", "mean_priority", "max_priority"), math.nan)
         return Stats(**{**dict.fromkeys(_NAMES, 0), **counts, **ends})  # type: ignore[arg-type]
     of = {name: column[filled] for name, column in columns.items()}
-    weights = of["total"] if of["total"].sum() > 0 else of["size"]
-    shares = weights / weights.sum()
+    shares = of["total"] / of["total"].sum()
     rows = of["size"] / size
     return Stats(
         **counts,  # type: ignore[arg-type]
