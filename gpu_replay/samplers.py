@@ -1,21 +1,22 @@
-"""The samplers. Each class is one place: its frozen settings, and all in which it differs from the others.
+"""The samplers: each class holds the settings of one, and all in which it differs from the others.
 
-A sampler says what of priorities a buffer keeps (`rule`, `summed`), which rows of a batch are the newest (`newest_of`), how
-it places the others (`places`, `draw` on the host, `kernel` on a device), and its statistics. What it does not say is
-refused where it is needed. The buffer owns all state.
+A sampler says what of priorities a buffer keeps, which rows of a batch are the newest, where it places the others on
+the host, which branch of the kernel does the same on a device, and which sharded modes can use it. What it does not say
+is refused where it is needed. The buffer owns all state.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from gpu_replay.ops.counters import HostWords, blocks_for
+from gpu_replay.ops.counters import HostWords
 from gpu_replay.ops.draw import (
     ALL,
     PERMUTATION_WORDS,
@@ -32,13 +33,14 @@ from gpu_replay.ops.draw import (
 from gpu_replay.ops.mass import MassRule, OrderRule, Rule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ranks import HostRanks
-from gpu_replay.stats import Distribution, mass_distribution, rank_distribution, uniform_distribution
-from gpu_replay.validation import check_choice, check_float, check_int
-
-_DAMAGED = (
-    "fewer transitions can be drawn than were counted. The buffer was changed past its lock, or its memory is "
-    "damaged; load it from a checkpoint."
+from gpu_replay.stats import (
+    Distribution,
+    chance_distribution,
+    mass_distribution,
+    rank_distribution,
+    uniform_distribution,
 )
+from gpu_replay.validation import check_choice, check_float, check_int
 
 
 def _flag(owner: str, name: str, value: object) -> None:
@@ -80,22 +82,19 @@ class LinearSchedule:
 
 
 class HostDraw(NamedTuple):
-    """(B,) int64 slots, float32 probabilities and importance weights, and the blocks of random words that they took."""
+    """(B,) int64 slots, float32 probabilities and float32 importance weights."""
 
     slots: np.ndarray
     probability: np.ndarray
     weight: np.ndarray
-    blocks: int
 
 
 class HostState(Protocol):
-    """What a sampler draws from on the host; see `HostSampler`."""
+    """What a sampler draws from on the host; `HostSampler` implements it."""
 
     random: HostWords
     capacity: int
 
-    @property
-    def block(self) -> int: ...
     @property
     def step(self) -> int: ...
     @property
@@ -109,18 +108,22 @@ class HostState(Protocol):
 
 
 class Sampler(ABC):
-    """A sampler: settings, and which rows of a batch are the newest. The others are drawn by `base`."""
+    """The type of all samplers: the newest rows of a batch go by `newest_of`, the others are drawn by `base`."""
 
-    # every sampler by name, for checkpoints, commands and messages
     kinds: ClassVar[dict[str, type[Sampler]]] = {}
-    base: Base
+    """Every sampler by its name, for checkpoints, commands and messages; a class is entered when it is defined."""
+    base: BaseSampler
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        known = Sampler.kinds.get(cls.__name__)
+        if known is not None and known.__module__ == __name__:
+            raise TypeError(f"{cls.__name__} is a sampler of gpu_replay; name yours differently.")
         if not cls.__name__.startswith(("_", "Base")):
             Sampler.kinds[cls.__name__] = cls
 
     def newest_of(self, batch: int) -> int:
-        """Rows at the end of a batch that are the newest."""
+        """Rows at the end of a batch of `batch` rows that are the newest."""
         return 0
 
     def distinct(self, batch: int) -> int:
@@ -129,37 +132,69 @@ class Sampler(ABC):
         return max(newest, self.base.distinct_rows(batch - newest))
 
     @property
-    def counts_starts(self) -> bool:
-        """Whether the eligible starts of a trajectory buffer must be counted in slot order, beside any masses."""
+    def needs_start_tree(self) -> bool:
+        """Whether a trajectory buffer must count the eligible starts in slot order, next to any masses."""
         return self.newest_of(1) > 0 or not self.base.prioritized
 
 
-class Base(Sampler):
-    """A sampler that draws at random."""
+class BaseSampler(Sampler):
+    """A sampler that draws at random. Derive from it for one of your own, as a frozen dataclass:
+
+        @dataclass(frozen=True)
+        class Recent(BaseSampler):
+            window: int = 1_000
+
+            def places(self, total, rows, random):
+                drawn = (random.doubles(rows) * min(self.window, total)).astype(np.int64)
+                return total - 1 - drawn
+
+            def chances(self, places, total):
+                window = min(self.window, total)
+                return np.where(places >= total - window, 1 / window, 0.0)
+
+    It draws from all that can be drawn, works in both buffers on the CPU, in `Combined`, in `stats()` and in
+    checkpoints, which keep its fields; a program that loads one must have defined the class. Weights are
+    `(chance / smallest chance in the batch) ** -beta`, with `beta` 0 unless the class has another.
+    """
 
     # what of priorities is kept: nothing, leaves with sums above them, or leaves alone
     prioritized: ClassVar[bool] = False
     summed: ClassVar[bool] = False
-    # its branch of the draw kernel
-    kernel: ClassVar[Literal["uniform", "mass", "rank"]]
-    # modes of sharded buffers that can use it
+    # its branch of the draw kernel; without one a device refuses it
+    kernel: ClassVar[Literal["uniform", "mass", "rank"] | None] = None
+    # the modes of sharded buffers that can use it
     shards: ClassVar[tuple[str, ...]] = ()
 
+    # for those that have no such settings
     alpha: float = 0.0
     beta: float | LinearSchedule = 0.0
     initial: Literal["running", "stored"] | float = 0.0
+    normalize: Literal["batch", "buffer"] = "batch"
     stratified: bool = False
-    replacement: bool = False
+    replacement: bool = True
 
     @property
-    def base(self) -> Base:  # type: ignore[override]
+    def base(self) -> BaseSampler:  # type: ignore[override]
         """Itself."""
         return self
 
+    @abstractmethod
+    def places(self, total: int, rows: int, random: HostWords) -> np.ndarray:
+        """Draw places among all that can be drawn.
+
+        total:   how much there is, at least 1: transitions, counted from the oldest, or units of mass.
+        random:  its `doubles(n)`, float64 in [0, 1), and `words(n)`, uint64, are the only source of randomness.
+        returns: (rows,) int64 in [0, total).
+        """
+
+    def chances(self, places: np.ndarray, total: int) -> np.ndarray:
+        """(n,) float64 probability that one row is each of these places, of a sampler without priorities."""
+        return np.full(places.size, 1 / total)
+
     @property
-    def lowest_of_all(self) -> bool:
+    def normalizes_over_buffer(self) -> bool:
         """Whether weights are divided by the largest that any stored transition could get, or in the batch."""
-        return getattr(self, "normalize", "batch") == "buffer"
+        return self.normalize == "buffer"
 
     def beta_at(self, step: int) -> float:
         """The exponent of importance weights after so many samples."""
@@ -173,21 +208,28 @@ class Base(Sampler):
         """Transitions that `rows` rows need, if more than one."""
         return 0
 
-    @abstractmethod
-    def places(self, total: int, rows: int, words: HostWords, block: int) -> tuple[np.ndarray, int]:
-        """(rows,) int64 in [0, total) from the words of a block on, and the blocks that they take."""
-
-    @abstractmethod
     def draw(self, host: HostState, rows: int, beta: float | None, skipped: int) -> HostDraw:
         """Draw `rows` slots on the host, none of them among the newest `skipped`."""
+        (first, added), tree = host.span(), host.starts
+        within = None if tree is None else host.range(tree, skipped, by_key=True)
+        total = _some(added - first if within is None else within.mass)
+        places = np.ascontiguousarray(self.places(total, rows, host.random), dtype=np.int64)
+        if places.shape != (rows,) or places.min() < 0 or places.max() >= total:
+            raise ValueError(f"{self}: places({total}, {rows}) must return {rows} integers from 0 to {total - 1}.")
+        chances = self.chances(places, total)
+        slots = (
+            slots_of(places, first, host.capacity) if tree is None or within is None else slots_in(tree, within, places)
+        )
+        weight = weights_of(chances.min() / chances, self.beta_at(host.step) if beta is None else beta)
+        return HostDraw(slots, chances.astype(np.float32), weight)
 
-    @abstractmethod
-    def distribution(self, leaves: Tensor | None, rule: Rule, eligible: int) -> Distribution:
-        """Of the draw, given what is kept."""
+    def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
+        """Of one row, given what is kept."""
+        return chance_distribution(self.chances(np.arange(eligible), max(1, eligible)))
 
 
 @dataclass(frozen=True)
-class Uniform(Base):
+class Uniform(BaseSampler):
     """Every stored transition is equally likely.
 
     replacement: False draws `B` distinct transitions in random order (`B > len(buffer)` is a ValueError);
@@ -205,30 +247,54 @@ class Uniform(Base):
     def distinct_rows(self, rows: int) -> int:
         return 0 if self.replacement else rows
 
-    def places(self, total: int, rows: int, words: HostWords, block: int) -> tuple[np.ndarray, int]:
+    def places(self, total: int, rows: int, random: HostWords) -> np.ndarray:
         if self.replacement:
-            return independent_ranks(total, words.doubles(block, rows)), blocks_for(rows)
-        return permuted_ranks(total, rows, words.words(block, PERMUTATION_WORDS)), blocks_for(PERMUTATION_WORDS)
+            return independent_ranks(total, random.doubles(rows))
+        return permuted_ranks(total, rows, random.words(PERMUTATION_WORDS))
 
     def draw(self, host: HostState, rows: int, beta: float | None, skipped: int) -> HostDraw:
+        # in slot order, which takes no search for the oldest start; all weights are 1
         (first, added), tree = host.span(), host.starts
-        drawable = None if tree is None else host.range(tree, skipped)
-        count = added - first if drawable is None else drawable.mass
-        if count < (self.distinct_rows(rows) or 1):
-            raise RuntimeError(_DAMAGED)
-        slots, blocks = self.places(count, rows, host.random, host.block)
-        if tree is None or drawable is None:
-            slots = slots_of(slots, first, host.capacity)
-        else:
-            slots = slots_in(tree, drawable, slots)
-        return HostDraw(slots, np.full(rows, 1 / count, np.float32), np.ones(rows, np.float32), blocks)
+        within = None if tree is None else host.range(tree, skipped)
+        count = _some(added - first if within is None else within.mass, self.distinct_rows(rows))
+        slots = self.places(count, rows, host.random)
+        slots = (
+            slots_of(slots, first, host.capacity) if tree is None or within is None else slots_in(tree, within, slots)
+        )
+        return HostDraw(slots, np.full(rows, 1 / count, np.float32), np.ones(rows, np.float32))
 
-    def distribution(self, leaves: Tensor | None, rule: Rule, eligible: int) -> Distribution:
+    def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         return uniform_distribution(eligible)
 
 
+class _Prioritized(BaseSampler):
+    """What both samplers with priorities share."""
+
+    prioritized = True
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        _put(self, alpha=check_float(f"{owner} alpha", self.alpha))
+        if isinstance(self.beta, LinearSchedule):
+            check_float(f"{owner} beta.start", self.beta.start)
+            check_float(f"{owner} beta.end", self.beta.end)
+        else:
+            _put(self, beta=check_float(f"{owner} beta", self.beta))
+        if isinstance(self.initial, str):
+            if self.initial not in ("running", "stored"):
+                raise ValueError(f"{owner} initial must be 'running', 'stored' or a number; found {self.initial!r}.")
+        else:
+            _put(self, initial=check_float(f"{owner} initial", self.initial))
+        check_choice(f"{owner} normalize", self.normalize, ("batch", "buffer"))
+        _flag(owner, "stratified", self.stratified)
+
+    def places(self, total: int, rows: int, random: HostWords) -> np.ndarray:
+        place: Callable[[int, np.ndarray], np.ndarray] = stratified_targets if self.stratified else independent_ranks
+        return place(total, random.doubles(rows))
+
+
 @dataclass(frozen=True)
-class Proportional(Base):
+class Proportional(_Prioritized):
     """P(i) is proportional to mass(i) = min(priority + eps, clip) ** alpha.
 
     alpha:      0 is uniform, 1 fully proportional; at least 0.
@@ -245,7 +311,7 @@ class Proportional(Base):
     """
 
     kernel = "mass"
-    prioritized = summed = True
+    summed = True
     shards = ("local", "global")
 
     alpha: float = 0.6
@@ -257,33 +323,29 @@ class Proportional(Base):
     stratified: bool = True
 
     def __post_init__(self) -> None:
-        _check_prioritized(self)
+        super().__post_init__()
         clip = None if self.clip is None else check_float("Proportional clip", self.clip, above=True)
         _put(self, eps=check_float("Proportional eps", self.eps), clip=clip)
 
     def rule(self, slots: int) -> Rule:
         return MassRule.for_slots(slots, self.alpha, self.eps, self.clip)
 
-    def places(self, total: int, rows: int, words: HostWords, block: int) -> tuple[np.ndarray, int]:
-        place = stratified_targets if self.stratified else independent_ranks
-        return place(total, words.doubles(block, rows)), blocks_for(rows)
-
     def draw(self, host: HostState, rows: int, beta: float | None, skipped: int) -> HostDraw:
         # one loop places, finds and weighs
-        tree, doubles = host.masses, host.random.doubles(host.block, rows)
+        tree, doubles = host.masses, host.random.doubles(rows)
         within = host.range(tree, skipped) if skipped else ALL
-        draws = draw_by_mass(tree, doubles, stratified=self.stratified, of_all=self.lowest_of_all, within=within)
-        if not draws.mass:
-            raise RuntimeError(_DAMAGED)
+        over_buffer = self.normalizes_over_buffer
+        draws = draw_by_mass(tree, doubles, stratified=self.stratified, of_all=over_buffer, within=within)
+        _some(draws.mass)
         weight = weights_of(draws.ratio, self.beta_at(host.step) if beta is None else beta)
-        return HostDraw(draws.slots, draws.probability, weight, blocks_for(rows))
+        return HostDraw(draws.slots, draws.probability, weight)
 
-    def distribution(self, leaves: Tensor | None, rule: Rule, eligible: int) -> Distribution:
+    def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         return mass_distribution(leaves, rule)
 
 
 @dataclass(frozen=True)
-class RankBased(Base):
+class RankBased(_Prioritized):
     """P(i) is proportional to 1 / rank(i) ** alpha: rank 1 has the largest priority, equal ones go by smaller key.
 
     alpha:        0 is uniform; at least 0.
@@ -297,7 +359,6 @@ class RankBased(Base):
     """
 
     kernel = "rank"
-    prioritized = True
     # ranks over all shards would need a sort over all shards for every sample
     shards = ("local",)
 
@@ -307,49 +368,30 @@ class RankBased(Base):
     normalize: Literal["batch", "buffer"] = "batch"
     stratified: bool = True
 
-    def __post_init__(self) -> None:
-        _check_prioritized(self)
-
     def rule(self, slots: int) -> Rule:
         return OrderRule()
 
-    def places(self, total: int, rows: int, words: HostWords, block: int) -> tuple[np.ndarray, int]:
-        raise NotImplementedError
-
     def draw(self, host: HostState, rows: int, beta: float | None, skipped: int) -> HostDraw:
-        doubles = host.random.doubles(host.block, rows)
-        ranked = host.ranks.draw(doubles, stratified=self.stratified, skipped=skipped)
-        lowest = ranked.last if self.lowest_of_all else int(ranked.masses.min())
+        ranked = host.ranks.draw(host.random.doubles(rows), stratified=self.stratified, skipped=skipped)
+        lowest = ranked.last if self.normalizes_over_buffer else int(ranked.masses.min())
         weight = importance_weights(ranked.masses, lowest, self.beta_at(host.step) if beta is None else beta)
-        return HostDraw(ranked.slots, (ranked.masses / ranked.total).astype(np.float32), weight, blocks_for(rows))
+        return HostDraw(ranked.slots, (ranked.masses / ranked.total).astype(np.float32), weight)
 
-    def distribution(self, leaves: Tensor | None, rule: Rule, eligible: int) -> Distribution:
+    def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         return rank_distribution(leaves, rule, self.alpha)
 
 
-def _check_prioritized(sampler: Proportional | RankBased) -> None:
-    """Check the settings that both samplers have, or raise TypeError / ValueError."""
-    owner = type(sampler).__name__
-    _put(sampler, alpha=check_float(f"{owner} alpha", sampler.alpha))
-    if isinstance(sampler.beta, LinearSchedule):
-        check_float(f"{owner} beta.start", sampler.beta.start)
-        check_float(f"{owner} beta.end", sampler.beta.end)
-    else:
-        _put(sampler, beta=check_float(f"{owner} beta", sampler.beta))
-    if isinstance(sampler.initial, str):
-        if sampler.initial not in ("running", "stored"):
-            raise ValueError(f"{owner} initial must be 'running', 'stored' or a number; found {sampler.initial!r}.")
-    else:
-        _put(sampler, initial=check_float(f"{owner} initial", sampler.initial))
-    check_choice(f"{owner} normalize", sampler.normalize, ("batch", "buffer"))
-    _flag(owner, "stratified", sampler.stratified)
+_UNIFORM = Uniform()
 
 
 @dataclass(frozen=True)
 class Latest(Sampler):
     """The newest `B` transitions, newest last, for on-policy learning."""
 
-    base: ClassVar[Base] = Uniform()
+    @property
+    def base(self) -> BaseSampler:  # type: ignore[override]
+        """Not used: all rows are the newest."""
+        return _UNIFORM
 
     def newest_of(self, batch: int) -> int:
         return batch
@@ -364,12 +406,12 @@ class Combined(Sampler):
     Zhang and Sutton 2017, "A Deeper Look at Experience Replay".
     """
 
-    base: Base
+    base: BaseSampler
     newest: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.base, Base):
-            names = [f"{name}(...)" for name, kind in Sampler.kinds.items() if issubclass(kind, Base)]
+        if not isinstance(self.base, BaseSampler):
+            names = [f"{name}(...)" for name, kind in Sampler.kinds.items() if issubclass(kind, BaseSampler)]
             raise TypeError(f"Combined base must be {', '.join(names[:-1])} or {names[-1]}; found {self.base!r}.")
         _put(self, newest=check_int("Combined newest", self.newest, 1))
 
@@ -382,4 +424,16 @@ def check_sampler(sampler: object) -> Sampler:
     if not isinstance(sampler, Sampler):
         names = [f"{name}()" for name in Sampler.kinds]
         raise TypeError(f"sampler must be {', '.join(names[:-1])} or {names[-1]}; found {sampler!r}.")
+    if not is_dataclass(sampler):
+        raise TypeError(f"{type(sampler).__name__} must be a dataclass, whose fields checkpoints and messages show.")
     return sampler
+
+
+def _some(found: int, needed: int = 1) -> int:
+    """What can be drawn, or RuntimeError where it is less than the buffer counted."""
+    if found < max(1, needed):
+        raise RuntimeError(
+            "fewer transitions can be drawn than were counted. The buffer was changed past its lock, or its memory is "
+            "damaged; load it from a checkpoint."
+        )
+    return found

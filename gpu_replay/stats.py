@@ -69,6 +69,13 @@ def uniform_distribution(size: int) -> Distribution:
     return Distribution(math.nan, math.nan, math.nan, entropy, float(size))
 
 
+def chance_distribution(chances: np.ndarray) -> Distribution:
+    """The distribution of transitions without priorities that are drawn with these (N,) float64 probabilities."""
+    drawn = chances[chances > 0]
+    entropy = max(0.0, -float((drawn * np.log(drawn)).sum()))
+    return Distribution(math.nan, math.nan, math.nan, entropy, 1 / float((drawn**2).sum()) if drawn.size else 0.0)
+
+
 def mass_distribution(masses: Tensor, rule: Rule) -> Distribution:
     """The distribution of (N,) int64 masses; slots of mass 0 are not counted."""
     count, total, m_log_m, squares, priorities = 0, 0, 0.0, 0.0, 0.0

@@ -371,8 +371,8 @@ class Buffer(ABC):
             )
 
     def _distribution(self, eligible: int) -> Distribution:
-        tree = self._state.tree
-        return self._sampler.base.distribution(None if tree is None else tree.masses, self._state.rule, eligible)
+        leaves = self._counters[:0] if self._state.tree is None else self._state.tree.masses
+        return self._sampler.base.distribution(leaves, self._state.rule, eligible)
 
     def masses(self) -> Tensor:
         """(capacity,) int64 masses in slot order, a copy; sampling is proportional to them.

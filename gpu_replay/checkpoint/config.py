@@ -30,19 +30,23 @@ def describe_sampler(setting: Any) -> Any:
     """A sampler, a schedule or a plain value as JSON values."""
     if not isinstance(setting, (Sampler, LinearSchedule)):
         return setting.item() if isinstance(setting, np.generic) else setting
-    values = {each.name: describe_sampler(getattr(setting, each.name)) for each in dataclass_fields(setting)}
+    names = [each.name for each in dataclass_fields(setting)]  # type: ignore[arg-type]
+    values = {name: describe_sampler(getattr(setting, name)) for name in names}
     return {"kind": type(setting).__name__, **values}
 
 
 def sampler_from(described: Any) -> Any:
-    """What `describe_sampler` described, in this version or an earlier one; KeyError for a kind that it does not have.
+    """What `describe_sampler` described, in this version or an earlier one.
 
-    Raises ValueError where ranks were not exact at every sample.
+    Raises ValueError for a sampler whose class is not defined, and where ranks were not exact at every sample.
     """
     if not isinstance(described, dict):
         return described
     values = {name: sampler_from(value) for name, value in renewed(described).items() if name != "kind"}
-    return {**Sampler.kinds, "LinearSchedule": LinearSchedule}[described["kind"]](**values)
+    kinds, name = {**Sampler.kinds, "LinearSchedule": LinearSchedule}, described["kind"]
+    if name not in kinds:
+        raise ValueError(f"its sampler is {name}, which is not defined here. Import the module that defines it first.")
+    return kinds[name](**values)
 
 
 def renewed(described: Any) -> Any:

@@ -22,6 +22,7 @@ from gpu_replay.samplers import Sampler
 SAMPLERS: dict[str, Sampler] = {
     name.removesuffix("Based").lower(): kind(Proportional()) if kind is Combined else kind()
     for name, kind in Sampler.kinds.items()
+    if kind.__module__ == Sampler.__module__
 }
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORABLE}
 

@@ -31,9 +31,12 @@ class DeviceEngine:
     def __init__(self, storage: Storage, draws: DeviceSampler) -> None:
         self.draws = draws
         self._storage = storage
-        self._reads = plans(lambda rows: plan_gather(storage.tensors, storage.fields, rows, draws.counters, drawn=False))
+        self._reads = plans(
+            lambda rows: plan_gather(storage.tensors, storage.fields, rows, draws.counters, drawn=False)
+        )
         # by the batch, and whether a schedule gives beta
-        self._samples = plans(lambda batch, scheduled: draws.plan_sample(batch, self._gather(batch)))
+        self._samples = plans(lambda batch, scheduled: draws.make_sample(batch, scheduled, self._gather(batch)))
+        self._later = plans(self._make_later)
         ring = storage.tensors, storage.fields, draws.masses, draws.counters, storage.times_sampled
         self._adds = plans(lambda rows, own: plan_add(*ring, rows, draws.source, given=own is not None))
 
@@ -85,16 +88,26 @@ class DeviceEngine:
 
     def sample_later(self, batch: int, beta: float | None) -> tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]]:
         """Slots and probabilities of a sample, and what counts and returns it; not called, nothing has changed."""
+        with self.draws.ordered():
+            return self._later(batch, beta is None)(beta)
+
+    def _make_later(self, batch: int, scheduled: bool) -> Callable[[float | None], Any]:
         end = plan_gather({}, {}, batch, self.draws.counters, drawn=True)
-        held: list[Any] = []
+        read, held = self._reads(batch), []
 
         def gather(slots: Tensor, words: tuple[Tensor, ...], sample: Drawn) -> dict[str, Tensor]:
-            held.extend((slots, sample))
-            return self._reads(batch)(slots)
+            held.append((slots, sample))
+            return read(slots)
 
-        with self.draws.ordered():
-            tensors = self.draws.plan_sample(batch, gather)(beta)
-        return held[0], tensors["probability"], lambda: tensors | end(*held)
+        sample = self.draws.make_sample(batch, scheduled, gather)
+
+        def later(beta: float | None) -> Any:
+            held.clear()
+            tensors = sample(beta)
+            drawn = held.pop()
+            return drawn[0], tensors["probability"], lambda: tensors | end(*drawn)
+
+        return later
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The stored transitions of these keys; KeyError naming the first that is not live. Waits for the device."""

@@ -24,9 +24,9 @@ from gpu_replay.ops.weights import Drawn
 from gpu_replay.samplers import LinearSchedule
 from gpu_replay.validation import materialized
 
-
-# gathers rows at slots by words of the stream, and finishes a sample
+# gathers the rows at slots, moved by words of the stream, and finishes their sample
 Gather = Callable[[Tensor, tuple[Tensor, ...], Drawn], dict[str, Tensor]]
+Sample = Callable[[float | None], dict[str, Tensor]]
 
 
 class DeviceSampler:
@@ -45,6 +45,11 @@ class DeviceSampler:
         self.uncounted = False
         self.masses: DeviceMasses | None = None
         base = self._base = state.base
+        if base.kernel is None:
+            raise ValueError(
+                f'{state.sampler} has no kernel, so a buffer on {self.device} cannot draw by it. Give device="cpu", or a '
+                "sampler of gpu_replay."
+            )
         self._storage = storage
         self._schedule: Tensor | None = None
         self._ranks: DeviceRanks | None = None
@@ -73,9 +78,6 @@ class DeviceSampler:
     def scratch_bytes(self) -> int:
         """Bytes beside those of the state."""
         return sum(part.nbytes for part in (self.masses, self._ranks) if part is not None)
-
-    # no order of ranks outlives a call
-    ranked: Tensor | None = None
 
     def rebuild(self) -> None:
         """Take over a restored state, whose counters hold the seed. Waits for the device."""
@@ -144,20 +146,25 @@ class DeviceSampler:
         sampler.state, sampler._narrowed = self.state.narrowed(allowed), True
         return sampler
 
-    def plan_sample(
-        self, batch: int, gather: Gather, *, skipped: int = 0, shifted: bool = False, more: int = 0
-    ) -> Callable[[float | None], dict[str, Tensor]]:
-        """How batches of one size are sampled, none of them from the newest `skipped` slots: 2 launches a call, by rank 1
-        and a sort before them. The second gathers and counts; an exception before it leaves all as it was.
+    def make_sample(
+        self, batch: int, scheduled: bool, gather: Gather, *, skipped: int = 0, shifted: bool = False, more: int = 0
+    ) -> Sample:
+        """A function of beta that samples `batch` rows, none of them from the newest `skipped` slots: 2 launches a call, by
+        rank 1 and a sort before them. The last one gathers and counts; an exception before it leaves all as it was.
 
-        shifted: words that move pictures are taken as well. more: blocks of words that the caller takes after them.
+        scheduled: whether a schedule gives beta. shifted: whether words that move pictures are taken as well.
+        more:      blocks of words that `gather` takes after them.
         """
         state, base, ranks, device = self.state, self._base, self._ranks, self.device
         drawn = batch - state.sampler.newest_of(batch)
-        by_rank = ranks is not None and drawn > 0
+        # an order that leaves out slots is valid for one call only
+        by_rank, alone = ranks is not None and drawn > 0, skipped > 0 or self._narrowed
         draw, blocks = plan_draw(
-            base.kernel,
-            *(state.counters, drawn, batch, state.slots),
+            base.kernel or "uniform",
+            state.counters,
+            drawn,
+            batch,
+            state.slots,
             tree=state.tree,
             starts=state.eligible_tree,
             sums=None if ranks is None else ranks.sums,
@@ -165,27 +172,23 @@ class DeviceSampler:
             skipped=skipped,
             shifted=shifted,
             stratified=base.stratified,
-            lowest_of_all=base.lowest_of_all,
+            lowest_of_all=base.normalizes_over_buffer,
             replacement=base.replacement,
         )
-        # the gather that follows is the last to read them
-        slots, masses = torch.empty((2, batch), dtype=torch.int64, device=device)
-        words = [torch.empty(1, dtype=torch.int64, device=device)] if shifted else []
+        schedule = (self._schedule,) if scheduled and self._schedule is not None else ()
+        fixed = 0.0 if isinstance(base.beta, LinearSchedule) else base.beta
 
         def sample(beta: float | None) -> dict[str, Tensor]:
-            scheduled = beta is None and self._schedule is not None
-            key = torch.empty(batch, dtype=torch.int64, device=device)
+            slots, masses, key = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(3))
             probability, weight = (torch.empty(batch, dtype=torch.float32, device=device) for _ in range(2))
+            words = (torch.empty(1, dtype=torch.int64, device=device),) if shifted else ()
             ranked: tuple[Tensor, ...] = ()
-            if by_rank:
-                # an order that leaves out slots is valid for this call only
-                alone = skipped > 0 or self._narrowed
+            if ranks is not None and by_rank:
                 ranked = ranks.of(state.masses, skipped) if alone else ranks.current(state.masses, self.capturing())
-            pointers = (slots, masses, weight, self._storage.times_sampled, *((self._schedule,) if scheduled else ()))
-            exponent = 0.0 if scheduled else base.beta if beta is None else beta
+            pointers = (slots, masses, weight, self._storage.times_sampled, *schedule)
             try:
-                draw((slots, key, probability, masses), tuple(words), ranked)
-                tensors = gather(slots, tuple(words), Drawn(pointers, blocks + more, exponent))
+                draw((slots, key, probability, masses), words, ranked)
+                tensors = gather(slots, words, Drawn(pointers, blocks + more, fixed if beta is None else beta))
             except BaseException:
                 if not self.capturing():
                     self.counters[Counter.LOWEST] = NO_MASS

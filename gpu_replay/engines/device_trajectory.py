@@ -6,13 +6,13 @@ starts is known to the device only; the host keeps a lower bound, and reads the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.device_sampler import DeviceSampler
+from gpu_replay.engines.device_sampler import DeviceSampler, Sample
 from gpu_replay.engines.storage import check_live
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.fields import Field
@@ -27,12 +27,7 @@ from gpu_replay.ops.eligibility import (
     sequence_starts,
 )
 from gpu_replay.ops.frames import plan_gather_sequences, plan_gather_windows
-from gpu_replay.ops.hindsight import (
-    gather_goals,
-    goal_blocks,
-    plan_choose_goals,
-    put_goals,
-)
+from gpu_replay.ops.hindsight import gather_goals, goal_blocks, plan_choose_goals, put_goals
 from gpu_replay.ops.launch import plans
 from gpu_replay.ops.ring import plan_gather
 from gpu_replay.ops.weights import Drawn
@@ -59,13 +54,22 @@ class TrajectoryDeviceEngine:
         self._storage = storage
         self._shape = storage.streams.shape
         self._powers = torch.from_numpy(powers_of(storage.gamma, self._shape.n_step)).to(draws.device)
+        self._shifted = storage.random_shift > 0
         # eligible starts when their number was last read, and steps overwritten since
         self._eligible = self._overwritten = 0
         powers, counters = self._powers, draws.counters
         # by the dtype of priorities, and whether final observations come with the step
         self._steps = plans(
             lambda own, with_final: plan_add_step(
-                *(storage.tensors, storage.fields, storage.streams, draws.masses, draws.state.eligible_tree, counters, storage.times_sampled),
+                *(
+                    storage.tensors,
+                    storage.fields,
+                    storage.streams,
+                    draws.masses,
+                    draws.state.eligible_tree,
+                    counters,
+                    storage.times_sampled,
+                ),
                 draws.source,
                 with_final=with_final,
             )
@@ -73,20 +77,20 @@ class TrajectoryDeviceEngine:
         self._finals = plans(lambda: plan_keep_finals(storage.streams, storage.finals, storage.fields, counters))
         self._windows = plans(
             lambda batch, drawn: plan_gather_windows(
-                storage, batch, powers, counters, shifted=drawn and storage.random_shift > 0, drawn=drawn
+                storage, batch, powers, counters, shifted=drawn and self._shifted, drawn=drawn
             )
         )
         # by what is asked for, and whether a schedule gives beta
-        shifted = storage.random_shift > 0
         self._samples = plans(
-            lambda batch, scheduled: draws.plan_sample(batch, self._windows(batch, True), shifted=shifted)
+            lambda batch, scheduled: draws.make_sample(
+                batch, scheduled, self._windows(batch, True), shifted=self._shifted
+            )
         )
-        self._sequences = plans(lambda batch, length, scheduled: self._plan_sequences(draws, batch, length))
+        self._sequences = plans(lambda batch, length, scheduled: self._make_sequences(draws, batch, length, scheduled))
+        self._relabeled = plans(self._make_relabeled)
         # by the batch, the rows that get other goals, and where these come from
         self._goals = plans(
-            lambda batch, count, strategy, after: plan_choose_goals(
-                storage.streams, batch, counters, count, strategy, after
-            )
+            lambda batch, count, strategy: plan_choose_goals(storage.streams, batch, counters, count, strategy)
         )
         # rows of all fields, by their number
         self._rows = plans(lambda rows: plan_gather(storage.tensors, storage.fields, rows, counters, drawn=False))
@@ -164,7 +168,9 @@ class TrajectoryDeviceEngine:
         with draws.ordered():
             for begin in range(0, len(keys), together):
                 some = slice(begin, begin + together)
-                pieces = {name: draws.moved(as_tensor(name, value[some], draws.device)) for name, value in values.items()}
+                pieces = {
+                    name: draws.moved(as_tensor(name, value[some], draws.device)) for name, value in values.items()
+                }
                 ended, own = draws.moved(flags[:, some]), None if priorities is None else draws.moved(priorities[some])
                 for step in range(ended.shape[1]):
                     row = slice(int(place[begin + step]) * envs, (int(place[begin + step]) + 1) * envs)
@@ -262,42 +268,40 @@ class TrajectoryDeviceEngine:
         with self.draws.ordered():
             if sampler is None:
                 return self._sequences(batch, length, beta is None)(beta)
-            return self._plan_sequences(sampler, batch, length, 0)(beta)
+            return self._make_sequences(sampler, batch, length, beta is None, 0)(beta)
 
-    def _plan_sequences(self, draws: DeviceSampler, batch: int, length: int, skipped: int | None = None) -> Any:
-        storage, shifted = self._storage, self._storage.random_shift > 0
+    def _make_sequences(
+        self, draws: DeviceSampler, batch: int, length: int, scheduled: bool, skipped: int | None = None
+    ) -> Sample:
         skipped = (length - 1) * self._shape.num_envs if skipped is None else skipped
         gather = plan_gather_sequences(
-            storage, batch, length, self._powers, draws.counters, shifted=shifted, drawn=True
+            self._storage, batch, length, self._powers, draws.counters, shifted=self._shifted, drawn=True
         )
-        return draws.plan_sample(batch, gather, skipped=skipped, shifted=shifted)
+        return draws.make_sample(batch, scheduled, gather, skipped=skipped, shifted=self._shifted)
 
-    def sample_relabeled(
-        self, batch: int, beta: float | None, relabel: Hindsight, count: int
-    ) -> dict[str, Tensor]:
+    def sample_relabeled(self, batch: int, beta: float | None, relabel: Hindsight, count: int) -> dict[str, Tensor]:
         """Sample as `sample` does, with other goals in `count` rows; 3 more launches, and small ones of torch.
 
         The user's functions run before the sample is counted, so that one that raises leaves all as it was.
         """
-        storage, achieved, strategy = self._storage, relabel.achieved_field, relabel.strategy
-        shifted = storage.random_shift > 0
-        windows = plan_gather_windows(
-            storage, batch, self._powers, self.draws.counters, shifted=shifted, drawn=False
-        )
-        end = plan_gather({}, {}, batch, self.draws.counters, drawn=True)
+        with self.draws.ordered():
+            return self._relabeled(batch, relabel, count, beta is None)(beta)
+
+    def _make_relabeled(self, batch: int, relabel: Hindsight, count: int, scheduled: bool) -> Sample:
+        storage, achieved, more = self._storage, relabel.achieved_field, goal_blocks(count, relabel.strategy)
+        counters, stack = self.draws.counters, self._shape.stack
+        windows = plan_gather_windows(storage, batch, self._powers, counters, shifted=self._shifted, drawn=False)
+        choose = self._goals(batch, count, relabel.strategy)
+        rows, end = self._raw_rows(achieved, count), plan_gather({}, {}, batch, counters, drawn=True)
+        pool, field = storage.finals.get(achieved), storage.fields[relabel.desired_field]
 
         def gather(slots: Tensor, words: tuple[Tensor, ...], sample: Drawn) -> dict[str, Tensor]:
-            tensors = windows(slots, words)
-            chosen = self._goals(batch, count, strategy, sample.blocks - goal_blocks(count, strategy))(slots)
-            raw = self._raw_rows(achieved, count)(chosen.slots)[achieved]
-            goals = gather_goals(chosen, raw, storage.finals.get(achieved), storage.fields[relabel.desired_field])
-            shown = put_goals(tensors, chosen, goals, relabel, self._shape.stack)
-            relabel.rewrite(tensors, shown, storage.gamma)
+            tensors, chosen = windows(slots, words), choose(slots, sample.blocks - more)
+            goals = gather_goals(chosen, rows(chosen.slots)[achieved], pool, field)
+            relabel.rewrite(tensors, put_goals(tensors, chosen, goals, relabel, stack), storage.gamma)
             return tensors | end(slots, sample)
 
-        with self.draws.ordered():
-            more = goal_blocks(count, strategy)
-            return self.draws.plan_sample(batch, gather, shifted=shifted, more=more)(beta)
+        return self.draws.make_sample(batch, scheduled, gather, shifted=self._shifted, more=more)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The transitions from these keys; KeyError naming the first that is not live or not eligible.

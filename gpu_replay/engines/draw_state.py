@@ -13,21 +13,21 @@ from gpu_replay.ops.counters import Counter, new_counters
 from gpu_replay.ops.mass_tree import MassTree, tree_bytes
 from gpu_replay.ops.rank_draw import ranks_bytes
 from gpu_replay.ops.ranks import host_ranks_bytes
-from gpu_replay.samplers import Base, Sampler
+from gpu_replay.samplers import BaseSampler, Sampler
 
 _SOURCES = {"running": LARGEST_EVER, "stored": LARGEST_STORED}
 
 
-def _tree_options(base: Base) -> dict[str, bool]:
-    return {"low": base.summed and base.lowest_of_all, "high": base.initial == "stored", "summed": base.summed}
+def _tree_options(base: BaseSampler) -> dict[str, bool]:
+    return {"low": base.summed and base.normalizes_over_buffer, "high": base.initial == "stored", "summed": base.summed}
 
 
-def tree_of(base: Base, slots: int, device: torch.device, backend: Backend) -> MassTree | None:
+def tree_of(base: BaseSampler, slots: int, device: torch.device, backend: Backend) -> MassTree | None:
     """The tree of masses, or of order codes for draws by rank; None without priorities."""
     return MassTree(slots, device, backend, **_tree_options(base)) if base.prioritized else None
 
 
-def priority_bytes(base: Base, slots: int, backend: Backend) -> dict[str, int]:
+def priority_bytes(base: BaseSampler, slots: int, backend: Backend) -> dict[str, int]:
     """Bytes that priorities and ranks take, by name."""
     if not base.prioritized:
         return {}
@@ -67,7 +67,9 @@ class DrawState:
         self.tracks_eligibility = tracks_eligibility
         self.rule = self.base.rule(slots if total_slots is None else total_slots)
         self.tree = tree_of(self.base, slots, device, backend)
-        self.eligible_tree = MassTree(slots, device, backend) if tracks_eligibility and sampler.counts_starts else None
+        self.eligible_tree = (
+            MassTree(slots, device, backend) if tracks_eligibility and sampler.needs_start_tree else None
+        )
         self.counters = new_counters(device, seed)
 
     @property

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from gpu_replay.ops.ring import plain
 from gpu_replay.samplers import HostDraw
 
 _NONE = np.zeros(0, dtype=np.int64)
+
 
 class HostSampler:
     """Trees, ranks, random words and counters of one buffer on the host: draws from them, and updates of priorities.
@@ -92,11 +92,6 @@ class HostSampler:
     # what samplers draw from
 
     @property
-    def block(self) -> int:
-        """The next block of the random stream."""
-        return self.counters.item(Counter.RANDOM)
-
-    @property
     def step(self) -> int:
         """Samples so far."""
         return self.counters.item(Counter.STEP)
@@ -118,35 +113,27 @@ class HostSampler:
             raise RuntimeError(f"{self.state.sampler} keeps no ranks.")
         return self._ranks
 
-    def words(self, count: int, after: int) -> np.ndarray:
-        """(count,) uint64 words of the stream, from `after` blocks past the counter on."""
-        return self.random.words(self.counters.item(Counter.RANDOM) + after, count)
-
-    def doubles(self, count: int, after: int = 0) -> np.ndarray:
-        """(count,) float64 in [0, 1) from the words that `words` returns for these arguments."""
-        return self.random.doubles(self.counters.item(Counter.RANDOM) + after, count)
+    def range(self, tree: MassTree, skipped: int, *, by_key: bool = False) -> DrawRange:
+        """The part of a tree that can be drawn, without the newest `skipped` slots."""
+        return draw_range(tree, self.counters.item(Counter.ADDED) % self.capacity, skipped, by_key=by_key)
 
     # draws
 
     def draw(self, batch: int, beta: float | None, skipped: int = 0) -> HostDraw:
-        """Draw `batch` slots, none of them among the newest `skipped`."""
+        """Draw `batch` slots, none of them among the newest `skipped`, by `random` from the counter's block on."""
+        self.random.block = self.counters.item(Counter.RANDOM)
         newest = self.state.sampler.newest_of(batch)
         if not newest:
             return self._base.draw(self, batch, beta, skipped)
         slots, sure = self._newest(newest, skipped), np.ones(newest, dtype=np.float32)
         if newest == batch:
-            return HostDraw(slots, sure, sure.copy(), 0)
+            return HostDraw(slots, sure, sure.copy())
         drawn = self._base.draw(self, batch - newest, beta, skipped)
-        return HostDraw(
-            np.concatenate((drawn.slots, slots)),
-            np.concatenate((drawn.probability, sure)),
-            np.concatenate((drawn.weight, sure)),
-            drawn.blocks,
-        )
+        return HostDraw(*map(np.concatenate, zip(drawn, (slots, sure, sure), strict=True)))
 
-    def finish(self, tensors: dict[str, Tensor], draw: HostDraw, more: int = 0) -> dict[str, Tensor]:
-        """Count a draw, and `more` blocks of random words that the sample took; returns the tensors of the sample with
-        its keys, probabilities and weights.
+    def finish(self, tensors: dict[str, Tensor], draw: HostDraw) -> dict[str, Tensor]:
+        """Count a draw and all words taken from `random` since it began; returns the tensors of the sample with its
+        keys, probabilities and weights.
         """
         slots, tensor = draw.slots, torch.from_numpy
         keys = np.empty(slots.size, dtype=np.int64)
@@ -154,7 +141,7 @@ class HostSampler:
         tensors["probability"] = tensor(draw.probability)
         tensors["weight"] = tensor(draw.weight)
         # no signal is handled within this one call, so an exception comes before or after all of it
-        self._finish(slots, draw.blocks + more, self.counters, self.times_sampled, keys)
+        self._finish(slots, self.random.block, self.counters, self.times_sampled, keys)
         return tensors
 
     def _newest(self, count: int, skipped: int) -> np.ndarray:
@@ -164,10 +151,6 @@ class HostSampler:
             return np.arange(added - count, added) % self.capacity
         eligible = self.range(self.state.eligible, skipped, by_key=True)
         return slots_in(self.state.eligible, eligible, np.arange(eligible.mass - count, eligible.mass))
-
-    def range(self, tree: MassTree, skipped: int, *, by_key: bool = False) -> DrawRange:
-        """The part of a tree that can be drawn, without the newest `skipped` slots."""
-        return draw_range(tree, self.counters.item(Counter.ADDED) % self.capacity, skipped, by_key=by_key)
 
     # update
 

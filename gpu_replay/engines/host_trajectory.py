@@ -16,16 +16,11 @@ from gpu_replay.engines.storage import check_live
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.loops.goals import choose_goals
 from gpu_replay.ops.batch_memory import BatchMemory
-from gpu_replay.ops.counters import Counter, blocks_for
+from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import PERMUTATION_WORDS, permuted_ranks
 from gpu_replay.ops.eligibility import Flag, GivenFinals, endings, powers_of, sequence_starts
 from gpu_replay.ops.frames import FrameStore, gather_stacks, shift_pictures, shifts_from
-from gpu_replay.ops.hindsight import (
-    HostGoals,
-    Strategy,
-    goal_blocks,
-    goal_words,
-)
+from gpu_replay.ops.hindsight import HostGoals, Strategy, goal_words
 from gpu_replay.ops.ring import as_numpy, gather_rows, parts_of, put
 from gpu_replay.ops.steps import NONE_KEPT, HostSteps
 from gpu_replay.ops.windows import HostWindows, Windows
@@ -166,25 +161,21 @@ class TrajectoryHostEngine:
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` starts: fields, windows, key, probability and weight."""
         drawn = self.draws.draw(batch, beta)
-        shifts, blocks = self._shifts(batch, drawn.blocks)
-        return self.draws.finish(self._transitions(drawn.slots, shifts), drawn, blocks)
+        return self.draws.finish(self._transitions(drawn.slots, self._shifts(batch)), drawn)
 
-    def sample_relabeled(
-        self, batch: int, beta: float | None, relabel: Hindsight, count: int
-    ) -> dict[str, Tensor]:
+    def sample_relabeled(self, batch: int, beta: float | None, relabel: Hindsight, count: int) -> dict[str, Tensor]:
         """Sample as `sample` does, with other goals in `count` rows.
 
         The user's functions run before the sample is counted, so that one that raises leaves all as it was.
         """
         drawn, storage, achieved = self.draws.draw(batch, beta), self._storage, relabel.achieved_field
-        shifts, blocks = self._shifts(batch, drawn.blocks)
-        tensors = self._transitions(drawn.slots, shifts)
-        chosen = self._goals_of(drawn.slots, count, relabel.strategy, drawn.blocks + blocks)
+        tensors = self._transitions(drawn.slots, self._shifts(batch))
+        chosen = self._goals_of(drawn.slots, count, relabel.strategy)
         ring, pool = as_numpy(storage.tensors[achieved]), self._pools.get(achieved)
         goals = chosen.gather(ring, pool, storage.fields[relabel.desired_field])
         shown = chosen.put(tensors, goals, relabel, self._shape.stack)
         relabel.rewrite(tensors, shown, storage.gamma)
-        return self.draws.finish(tensors, drawn, blocks + goal_blocks(count, relabel.strategy))
+        return self.draws.finish(tensors, drawn)
 
     def sequence_sampler(self, length: int, strict: bool, stride: int) -> tuple[HostSampler, int]:
         """A sampler of only the starts that `sequence_starts` names, and their number."""
@@ -197,16 +188,11 @@ class TrajectoryHostEngine:
         """Draw `batch` starts whose `length` steps are stored, from `sampler` if given, and read those steps."""
         draws, skipped = sampler or self.draws, 0 if sampler else (length - 1) * self._shape.num_envs
         drawn = draws.draw(batch, beta, skipped)
-        shifts, blocks = self._shifts(batch, drawn.blocks)
-        return self.draws.finish(self._sequences(drawn.slots, length, shifts), drawn, blocks)
+        return self.draws.finish(self._sequences(drawn.slots, length, self._shifts(batch)), drawn)
 
-    def _shifts(self, batch: int, after: int) -> tuple[np.ndarray | None, int]:
-        """(batch, 4) random shifts of images from the words `after` blocks on, and the number of blocks used;
-        or None without augmentation.
-        """
-        if not self._shift:
-            return None, 0
-        return shifts_from(self.draws.words(batch, after), self._shift), blocks_for(batch)
+    def _shifts(self, batch: int) -> np.ndarray | None:
+        """(batch, 4) random shifts of images, or None without augmentation."""
+        return shifts_from(self.draws.random.words(batch), self._shift) if self._shift else None
 
     # contents of a batch
 
@@ -250,11 +236,11 @@ class TrajectoryHostEngine:
         np.logical_not(np.logical_or.accumulate(ended[:, :-1], axis=1), out=mask[:, 1:])
         return out | endings(torch.from_numpy(flags)) | {"mask": torch.from_numpy(mask)}
 
-    def _goals_of(self, slots: np.ndarray, count: int, strategy: Strategy, after: int) -> HostGoals:
-        """Choose `count` rows of the batch in (B,) slots by the words `after` blocks on, and their goals."""
-        shape, draws, drawn = self._shape, self.draws, goal_words(count, strategy)
-        rows = permuted_ranks(slots.size, count, draws.words(PERMUTATION_WORDS, after))
-        doubles = draws.doubles(drawn, after + blocks_for(PERMUTATION_WORDS)) if drawn else np.zeros(count)
+    def _goals_of(self, slots: np.ndarray, count: int, strategy: Strategy) -> HostGoals:
+        """Choose `count` rows of the batch in (B,) slots, and their goals."""
+        shape, random, drawn = self._shape, self.draws.random, goal_words(count, strategy)
+        rows = permuted_ranks(slots.size, count, random.words(PERMUTATION_WORDS))
+        doubles = random.doubles(drawn) if drawn else np.zeros(count)
         outputs = np.empty(count, np.bool_), np.empty(count, np.int64), np.empty(count if shape.finals else 0, np.int64)
         oldest, next_step = self.span_of_steps()
         how, stored = (strategy == "final", strategy == "episode"), (shape.num_envs, oldest, next_step - 1)

@@ -113,7 +113,7 @@ def trajectory_estimate(
     sizes["streams"] = stream_bytes(shape, backend)
     if shape.finals:
         sizes["final_obs"] = shape.finals * sum(fields[name].row_bytes for name in observation_names(fields))
-    if sampler.counts_starts:
+    if sampler.needs_start_tree:
         sizes["marks"] = tree_bytes(shape.slots, backend)
     return sizes
 

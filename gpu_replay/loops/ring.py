@@ -55,13 +55,13 @@ def append(
 
 
 @loop("(int64[::1], int64, int64[::1], int32[::1], int64[::1])")
-def finish(slots, blocks, counters, times_sampled, keys):
-    """Count a sample of (B,) slots that used `blocks` blocks of random words, and find its (B,) keys."""
+def finish(slots, block, counters, times_sampled, keys):
+    """Count a sample of (B,) slots that used random words up to this block, and find its (B,) keys."""
     capacity, added = times_sampled.size, counters[_ADDED]
     head = added % capacity
     for row in range(slots.size):
         slot = slots[row]
         times_sampled[slot] += 1
         keys[row] = added - head + slot - (capacity if slot >= head else 0)
-    counters[_RANDOM] += blocks
+    counters[_RANDOM] = block
     counters[_STEP] += 1

@@ -39,36 +39,40 @@ def new_counters(device: torch.device, seed: int) -> Tensor:
 
 
 class HostWords:
-    """Philox-4x64-10 words by position, from one generator that is kept while positions follow each other.
+    """Philox-4x64-10 words of one stream, from one generator that is kept while positions follow each other.
 
-    Block `b` of the stream is what `numpy.random.Philox(counter=b, key=[seed, stream])` gives first.
+    block: the next one, by which a draw sets where it begins. Block `b` is what `numpy.random.Philox(counter=b,
+           key=[seed, stream])` gives first.
 
     Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
     """
 
-    def __init__(self, seed: int, stream: int = 0) -> None:
+    def __init__(self, seed: int, stream: int = 0, block: int = 0) -> None:
+        self.block = block
         self._key = np.array([seed & (2**64 - 1), stream], dtype=np.uint64)
-        self._next = -1
+        # where the generator stands
+        self._reached = -1
         self._generator = np.random.Generator(np.random.Philox(key=self._key))
 
-    def words(self, block: int, count: int) -> np.ndarray:
-        """`count` uint64 words from the start of a block on; whole blocks are consumed."""
+    def words(self, count: int) -> np.ndarray:
+        """The next `count` uint64 words; whole blocks are consumed."""
         blocks = blocks_for(count)
-        bits: np.random.Philox = self._at(block, blocks).bit_generator  # type: ignore[assignment]
+        bits: np.random.Philox = self._advanced(blocks).bit_generator  # type: ignore[assignment]
         return np.asarray(bits.random_raw(blocks * 4))[:count]
 
-    def doubles(self, block: int, count: int) -> np.ndarray:
+    def doubles(self, count: int) -> np.ndarray:
         """(word >> 11) * 2**-53 of the same words: float64 in [0, 1)."""
-        blocks = -(-count // 4)
-        numbers = self._at(block, blocks).random(blocks * 4)
+        blocks = blocks_for(count)
+        numbers = self._advanced(blocks).random(blocks * 4)
         return numbers if numbers.size == count else numbers[:count]
 
-    def _at(self, block: int, blocks: int) -> np.random.Generator:
-        if block != self._next:
+    def _advanced(self, blocks: int) -> np.random.Generator:
+        """The generator at the next block, of which the caller takes so many."""
+        if self.block != self._reached:
             # an exception in between finds neither the old position nor the new one
-            self._next = -1
-            self._generator = np.random.Generator(np.random.Philox(counter=[block, 0, 0, 0], key=self._key))
-        self._next = block + blocks
+            self._reached = -1
+            self._generator = np.random.Generator(np.random.Philox(counter=[self.block, 0, 0, 0], key=self._key))
+        self._reached = self.block = self.block + blocks
         return self._generator
 
 

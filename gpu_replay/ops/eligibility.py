@@ -269,7 +269,10 @@ def plan_keep_finals(
     numbers = shape.num_envs, shape.slots, shape.finals, reciprocal(max(1, shape.finals))
 
     def keep_finals(finals: Mapping[str, Tensor], terminated: Tensor, truncated: Tensor) -> None:
-        values, step = tuple([finals[name] for name in names]), (terminated.view(torch.uint8), truncated.view(torch.uint8))
+        values, step = (
+            tuple([finals[name] for name in names]),
+            (terminated.view(torch.uint8), truncated.view(torch.uint8)),
+        )
         launch(values, targets, step, streams.owner, counters, *numbers, aligned=aligned(*values, *step))
 
     return keep_finals

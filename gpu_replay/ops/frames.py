@@ -288,9 +288,7 @@ def _plan_launch(
         enable_fp_fusion=False,
     )
 
-    def fill(
-        slots: Tensor, out: dict[str, Tensor], words: tuple[Tensor, ...], sample: Drawn, *powers: Tensor
-    ) -> None:
+    def fill(slots: Tensor, out: dict[str, Tensor], words: tuple[Tensor, ...], sample: Drawn, *powers: Tensor) -> None:
         pointers, *weights = sample
         launch(
             *sources,

@@ -22,7 +22,7 @@ from gpu_replay.loops import goals as loops
 from gpu_replay.ops.counters import blocks_for
 from gpu_replay.ops.draw import PERMUTATION_WORDS, per_program
 from gpu_replay.ops.eligibility import Streams
-from gpu_replay.ops.launch import Launch, aligned
+from gpu_replay.ops.launch import Launch
 from gpu_replay.ops.ring import as_numpy, as_sampled, converted
 
 Strategy = Literal["future", "final", "episode"]
@@ -156,11 +156,10 @@ def masked_put(target: Tensor, rows: Tensor, known: Tensor | None, values: Tenso
 
 
 def plan_choose_goals(
-    streams: Streams, batch: int, counters: Tensor, count: int, strategy: Strategy, after: int
-) -> Callable[[Tensor], GoalRows]:
-    """Device: choose `count` rows of a batch, given by its (B,) keys, and their goals; one launch a call.
-
-    after: blocks of the random stream that come before its words.
+    streams: Streams, batch: int, counters: Tensor, count: int, strategy: Strategy
+) -> Callable[[Tensor, int], GoalRows]:
+    """Device: choose `count` rows of a batch in (B,) slots, and their goals; one launch a call, which takes its words from
+    so many blocks of the random stream on.
     """
     from gpu_replay.kernels.goals import choose_goals_kernel
 
@@ -174,15 +173,15 @@ def plan_choose_goals(
         DRAWS=draws,
     )
     known_of = (streams.flags, streams.depth, streams.spans, streams.parted, streams.final)
-    numbers = (count, batch, shape.num_envs, shape.steps, shape.finals, after)
+    numbers = (count, batch, shape.num_envs, shape.steps, shape.finals)
 
-    def choose_goals(keys: Tensor) -> GoalRows:
+    def choose_goals(drawn: Tensor, after: int) -> GoalRows:
         rows = torch.empty(count, dtype=torch.int64, device=device)
         known = torch.empty(count, dtype=torch.bool, device=device)
         slots = torch.empty(count, dtype=torch.int64, device=device)
         places = torch.empty(count, dtype=torch.int64, device=device) if shape.finals else None
         outputs = (rows, known, slots) if places is None else (rows, known, slots, places)
-        launch(keys, known_of, counters, outputs, *numbers, aligned=aligned(keys))
+        launch(drawn, known_of, counters, outputs, *numbers, after)
         return GoalRows(rows, known, slots, places)
 
     return choose_goals

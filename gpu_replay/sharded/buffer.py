@@ -457,7 +457,7 @@ def _check_mode(sampler: Sampler, mode: str) -> None:
         able = [name for name, kind in Sampler.kinds.items() if mode in getattr(kind, "shards", ())]
         other = f', or mode="{base.shards[0]}"' if base.shards else ""
         raise ValueError(f'mode="{mode}" cannot draw by {sampler}; use {" or ".join(able)}{other}.')
-    if base.lowest_of_all and not base.summed:
+    if base.normalizes_over_buffer and not base.summed:
         raise ValueError(
             f'{sampler}: shards drawn by rank have no largest weight in common. Use normalize="batch", or Proportional.'
         )

@@ -48,16 +48,15 @@ def deal(sampler: Sampler, table: np.ndarray, rows: int, seed: int) -> Deal:
     newest = sampler.newest_of(rows)
     chance, block = rows - newest, int(table[:, Column.RANDOM].max())
     bounds = np.cumsum([0, *table[:, Column.TOTAL].tolist()])
-    total, used, numbers = int(bounds[-1]), 0, np.zeros(0, dtype=np.int64)
-    if chance:
-        numbers, used = sampler.base.places(total, chance, HostWords(seed), block)
+    total, random = int(bounds[-1]), HostWords(seed, block=block)
+    numbers = sampler.base.places(total, chance, random) if chance else np.zeros(0, dtype=np.int64)
     owner = bounds[1:].searchsorted(numbers, "right")
     numbers = numbers - bounds[owner]
     if newest:
         keys = newest_keys(table, newest)
         owner = np.concatenate((owner, keys % len(table)))
         numbers = np.concatenate((numbers, keys // len(table)))
-    return Deal(owner, numbers, chance, total, block + used)
+    return Deal(owner, numbers, chance, total, random.block)
 
 
 def newest_keys(table: np.ndarray, count: int) -> np.ndarray:
@@ -90,7 +89,7 @@ def exchanged(
     # the rows sent to each rank: rows ascend, so those of one rank lie together
     tail = torch.stack([shard.keys_at(slots, added) * ranks + rank, masses], dim=1)
     packed = torch.cat([*shard.stored_bytes(slots), tail.view(torch.uint8)], dim=1)
-    if shard.sampler.base.lowest_of_all:
+    if shard.sampler.base.normalizes_over_buffer:
         lowest = shard.lowest()
     else:
         lowest = masses[:by_chance].min() if by_chance else masses.new_full((), 2**63 - 1)

@@ -107,7 +107,7 @@ class Shard(ReplayBuffer):
         if not base.summed:
             return probability.min().to(torch.float64) * self.size()
         tree = self._state.masses
-        lowest = lowest_mass(tree) if base.lowest_of_all else tree.masses[slots].min()
+        lowest = lowest_mass(tree) if base.normalizes_over_buffer else tree.masses[slots].min()
         return lowest.to(torch.float64)
 
     def forget_draw(self) -> None:

@@ -81,7 +81,7 @@ def atomics_of(ptx: str) -> list[tuple[str, str, str]]:
 
 
 # kernels whose last program changes the counters; a gather does where it makes weights, a draw where it is uniform
-TICKETED = ("insert_kernel", "add_step_kernel", "arrange_kernel", "choose_goals_kernel")
+TICKETED = ("add_kernel", "add_step_kernel", "arrange_kernel", "choose_goals_kernel")
 
 
 def takes_tickets(launch: Launch) -> bool:
@@ -121,7 +121,7 @@ def test_every_atomic_is_of_integers_and_relaxed_but_for_the_ticket(full: bool) 
 def test_whole_words_are_moved_as_such(full: bool) -> None:
     looked_at = 0
     for name in WHOLE_WORDS if full else ("frames", "brain floats"):
-        for kernel, call in (("write_kernel", "add"), ("gather_kernel", "sample")):
+        for kernel, call in (("add_kernel", "add"), ("gather_kernel", "sample")):
             # fields that differ in nothing but their scale are written by the same code
             case = f"{kernel}: {name}, latest: {call}"
             if case in cases(False):

@@ -54,7 +54,7 @@ def check_drawn(found: Any, slots: list[int], added: int, times_sampled: Tensor)
 def drawn_uniformly(memory: SparseMemory) -> None:
     added, times_sampled = 6 * SLOTS + 2**29, torch.zeros(SLOTS, dtype=torch.int32)
     found = plan_draw("uniform", counters_at(added), times_sampled, 40, 42, SLOTS).launch()
-    ranks = permuted_ranks(SLOTS, 40, HostWords(5).words(0, PERMUTATION_WORDS)).tolist()
+    ranks = permuted_ranks(SLOTS, 40, HostWords(5).words(PERMUTATION_WORDS)).tolist()
     check_drawn(found, [(added + rank) % SLOTS for rank in [*ranks, -2, -1]], added, times_sampled)
 
 
@@ -86,7 +86,7 @@ def drawn_by_rank(memory: SparseMemory) -> None:
     """Ranks of mass 1 each, so that a target is a rank; only what the search of these draws looks at is there."""
     sums, ages = (torch.zeros(SLOTS, dtype=torch.int64) for _ in range(2))
     times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
-    targets = stratified_targets(SLOTS, HostWords(5).doubles(0, 12)).tolist()
+    targets = stratified_targets(SLOTS, HostWords(5).doubles(12)).tolist()
     sums[[SLOTS - 1, SLOTS - 2]] = torch.tensor([SLOTS, SLOTS - 1])
     for target in targets:
         for digit in range(digits_for(SLOTS)):
