@@ -1,4 +1,4 @@
-"""Places in the counters and the bits of a step's flags, as `loops/constants.py` has them; a test holds them equal.
+"""Places in the counters, bits of a step's flags and sizes of trees; a test compares them with the host's.
 
 Kernels import triton and loops numba, so both are written down twice.
 """
@@ -24,6 +24,13 @@ FINALS = tl.constexpr(14)
 
 NO_MASS = tl.constexpr(2**63 - 1)
 DIRTY = tl.constexpr(-1)
+
+# children of a node of a tree, log2 of that, and leaves of a block whose extremes are kept
+FANOUT = tl.constexpr(32)
+SHIFT = tl.constexpr(5)
+EDGE = tl.constexpr(128)
+# parts into which one step of the search for a rank divides the rest
+BASE = tl.constexpr(32)
 
 TERMINATED = tl.constexpr(1)
 TRUNCATED = tl.constexpr(2)

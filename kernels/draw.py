@@ -81,11 +81,8 @@ def draw_kernel(
     draw_programs,
     blocks_drawn,
     BY: tl.constexpr,
-    FANOUT: tl.constexpr,
-    EDGE: tl.constexpr,
     DRAWS: tl.constexpr,
     DIGITS: tl.constexpr,
-    BASE: tl.constexpr,
     BLOCKS: tl.constexpr,
     STRATIFIED: tl.constexpr,
     REPLACEMENT: tl.constexpr,
@@ -125,9 +122,9 @@ def draw_kernel(
                 tl.store(words[0], tl.load(counters_ptr + RANDOM) + blocks_drawn)
         if len(levels) > 0:
             # all that no other load has to be waited for
-            root = root_of(levels, draw, FANOUT)
+            root = root_of(levels, draw)
             if SKIPS or UNIFORM:
-                total, before, within = draw_range(levels, root, draw, head, skipped, capacity, FANOUT, SKIPS)
+                total, before, within = draw_range(levels, root, draw, head, skipped, capacity, SKIPS)
             else:
                 within = tl.sum(root[0] + root[1], axis=1)
 
@@ -142,7 +139,7 @@ def draw_kernel(
                 if SKIPS:
                     rank = from_oldest(rank, before, total)
                 last = from_oldest(tl.maximum(within - batch + draw, 0), before, total)
-                slot, _ = descend(levels, root, tl.where(by_chance, rank, last), FANOUT)
+                slot, _ = descend(levels, root, tl.where(by_chance, rank, last))
             else:
                 slot = remainder(tl.where(by_chance, oldest + rank, newest), capacity, per_capacity)
             chance = 1.0 / count.to(tl.float64)
@@ -153,7 +150,7 @@ def draw_kernel(
                 target = target_in(within, draw, drawn, per_drawn, counters_ptr, STRATIFIED)
                 if SKIPS:
                     target = from_oldest(target, before, total)
-                slot, mass = descend(levels, root, target, FANOUT)
+                slot, mass = descend(levels, root, target)
                 chance = mass.to(tl.float64) / tl.maximum(within, 1).to(tl.float64)
                 lowest = tl.min(tl.where(by_chance, mass, NO_MASS), axis=0)
             else:
@@ -161,7 +158,7 @@ def draw_kernel(
                 count = tl.maximum(tl.load(count_ptr), 1)
                 total = tl.load(sums_ptr + count - 1)
                 target = target_in(total, draw, drawn, per_drawn, counters_ptr, STRATIFIED)
-                rank = rank_at(sums_ptr, target, count, DIGITS, BASE)
+                rank = rank_at(sums_ptr, target, count, DIGITS)
                 # nothing comes before rank 1
                 mass = tl.load(sums_ptr + rank) - tl.load(sums_ptr + (rank - 1), mask=rank > 0, other=0)
                 slot = head + tl.load(ages_ptr + rank)
@@ -176,7 +173,7 @@ def draw_kernel(
             # only the last programs have newest rows
             if (program + 1) * DRAWS > drawn:
                 if len(starts) > 0:
-                    last = newest_eligible(starts, draw, batch, head, skipped, capacity, FANOUT, SKIPS)
+                    last = newest_eligible(starts, draw, batch, head, skipped, capacity, SKIPS)
                 else:
                     last = remainder(newest, capacity, per_capacity)
                 slot = tl.where(by_chance, slot, last)
@@ -187,4 +184,4 @@ def draw_kernel(
         tl.store(outputs[2] + draw, tl.where(by_chance, chance, 1.0).to(tl.float32), mask=live)
         tl.store(outputs[3] + draw, tl.where(by_chance, mass, 0), mask=live)
     elif len(low) > 0:
-        find_lowest(low[0], levels[0], program - draw_programs, blocks, counters_ptr, EDGE, BLOCKS)
+        find_lowest(low[0], levels[0], program - draw_programs, blocks, counters_ptr, BLOCKS)

@@ -6,12 +6,15 @@ import triton.language as tl
 from .constants import (
     ADDED,
     DIRTY,
+    EDGE,
+    FANOUT,
     FIRST,
     HIGHEST,
     MAX_MASS,
     PENDING_MAX_MASS,
     REJECTED,
     SATURATED,
+    SHIFT,
     STALE,
     is_last,
 )
@@ -95,7 +98,7 @@ def is_live(key, counters_ptr, capacity):
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def find_highest_kernel(high_ptr, leaves_ptr, counters_ptr, blocks, EDGE: tl.constexpr, BLOCKS: tl.constexpr):
+def find_highest_kernel(high_ptr, leaves_ptr, counters_ptr, blocks, BLOCKS: tl.constexpr):
     """Bring the largest stored mass into counters[HIGHEST], for the `add` that follows."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     # blocks past the end hold no mass
@@ -128,9 +131,6 @@ def add_kernel(
     segment,
     inserting,
     LAYOUT: tl.constexpr,
-    FANOUT: tl.constexpr,
-    SHIFT: tl.constexpr,
-    EDGE: tl.constexpr,
     BLOCKS: tl.constexpr,
     GIVEN: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -210,7 +210,7 @@ def settle_kernel(keys_ptr, counters_ptr, stamp_ptr, batch, capacity, per_capaci
 
 
 @triton.jit
-def add_to_root(root_ptr, node, change, FANOUT: tl.constexpr):
+def add_to_root(root_ptr, node, change):
     """Add (DRAWS,) changes to nodes of the root, summed first: a program adds to each of them once, if at all."""
     child = tl.arange(0, FANOUT)
     total = tl.sum(tl.where(node[:, None] == child[None, :], change[:, None], 0), axis=0)
@@ -229,8 +229,6 @@ def update_kernel(
     batch,
     capacity,
     per_capacity,
-    SHIFT: tl.constexpr,
-    EDGE: tl.constexpr,
     TRACKS_ELIGIBILITY: tl.constexpr,
     ORDERED: tl.constexpr,
     SETTLES: tl.constexpr,
@@ -284,7 +282,7 @@ def update_kernel(
         for level in tl.static_range(1, TOP if SUMS else TOP + 1):
             tl.atomic_add(levels[level] + (slot >> (SHIFT * level)), change, mask=accepted, sem="relaxed")
         if SUMS:
-            add_to_root(levels[TOP], slot >> (SHIFT * TOP), change, 1 << SHIFT)
+            add_to_root(levels[TOP], slot >> (SHIFT * TOP), change)
         count_masses(new, saturated, meant, counters_ptr, MAX_MASS, named & (live == 0))
     else:
         stale = named & (is_live(key, counters_ptr, capacity) == 0)

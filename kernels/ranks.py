@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .constants import ADDED, NO_MASS, TICKET
+from .constants import ADDED, BASE, NO_MASS, TICKET
 
 
 @triton.jit(do_not_specialize=["capacity", "skipped"])
@@ -27,7 +27,7 @@ def arrange_kernel(codes_ptr, arranged_ptr, count_ptr, counters_ptr, capacity, s
 
 
 @triton.jit
-def rank_at(sums_ptr, target, count, DIGITS: tl.constexpr, BASE: tl.constexpr):
+def rank_at(sums_ptr, target, count, DIGITS: tl.constexpr):
     """The first ranks whose sum of masses exceeds (DRAWS,) targets, one digit of the rank after the other."""
     digit = tl.arange(0, BASE).to(tl.int64)
     rank = target * 0

@@ -8,6 +8,7 @@ from .constants import (
     CUT,
     DEAD,
     DIRTY,
+    EDGE,
     ELIGIBLE,
     FINAL,
     FINALS,
@@ -16,6 +17,7 @@ from .constants import (
     PENDING_MAX_MASS,
     REJECTED,
     SATURATED,
+    SHIFT,
     TERMINATED,
     TICKET,
     TRUNCATED,
@@ -26,7 +28,7 @@ from .ring import programs_of, tile_at, write_rows
 
 
 @triton.jit
-def assign(levels, extremes, eligible, slot, new, touched, SHIFT: tl.constexpr, EDGE: tl.constexpr):
+def assign(levels, extremes, eligible, slot, new, touched):
     """Give the touched slots new masses, 0 where they cannot be drawn, and all nodes above them the differences.
 
     eligible: the levels of a second tree, of ones, or nothing. Returns how many more can be drawn.
@@ -124,8 +126,6 @@ def add_step_kernel(
     per_finals,
     stepping,
     LAYOUT: tl.constexpr,
-    SHIFT: tl.constexpr,
-    EDGE: tl.constexpr,
     ENVS: tl.constexpr,
     AGES: tl.constexpr,
     FRAMES: tl.constexpr,
@@ -245,7 +245,7 @@ def add_step_kernel(
                 # a deep stack lost its first frame steps ago
                 lost = near & (tl.load(depth_ptr + later, mask=near, other=-1) >= ahead)
                 nothing = tl.full([FRAMES, ENVS], 0, tl.int64)
-                more += assign(levels, extremes, eligible, later, nothing, lost, SHIFT, EDGE)
+                more += assign(levels, extremes, eligible, later, nothing, lost)
 
         # the observation of this step ends the full windows, an ending or its final observation all windows
         full = (flags & DEAD) == 0
@@ -266,7 +266,7 @@ def add_step_kernel(
         new = tl.where(chosen, tl.where(pending_mass > 0, pending_mass, initial), 0)
         earlier = tl.where(head >= back, head, head + capacity) - back + env[None, :]
         touched = chosen | (named[None, :] & (age == 0))
-        more += assign(levels, extremes, eligible, earlier, new, touched, SHIFT, EDGE)
+        more += assign(levels, extremes, eligible, earlier, new, touched)
         tl.atomic_add(counters_ptr + ELIGIBLE, more, sem="relaxed")
         if MASSES:
             tl.atomic_max(counters_ptr + PENDING_MAX_MASS, tl.max(tl.max(pending_mass, axis=1), axis=0), sem="relaxed")

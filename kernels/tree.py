@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from .constants import LOWEST, NO_MASS
+from .constants import EDGE, FANOUT, LOWEST, NO_MASS
 
 
 @triton.jit
-def halves(level, node, FANOUT: tl.constexpr):
+def halves(level, node):
     """Both halves of the children of (DRAWS,) nodes: [DRAWS, FANOUT // 2] each.
 
     A warp has the 16-byte words of half of four rows, so that no row is shared by two warps, which would pass sums
@@ -20,13 +20,13 @@ def halves(level, node, FANOUT: tl.constexpr):
 
 
 @triton.jit
-def root_of(levels, draw, FANOUT: tl.constexpr):
+def root_of(levels, draw):
     """Both halves of the root, once for each draw, so that all that is made of them is where its draw is."""
-    return halves(levels[len(levels) - 1], draw * 0, FANOUT)
+    return halves(levels[len(levels) - 1], draw * 0)
 
 
 @triton.jit
-def descend(levels, root, target, FANOUT: tl.constexpr):
+def descend(levels, root, target):
     """The slots on which (DRAWS,) targets fall, and their masses; a slot for any target, wherever it lies.
 
     root: see `root_of`.
@@ -38,7 +38,7 @@ def descend(levels, root, target, FANOUT: tl.constexpr):
         if level == 0:
             first, second = root
         else:
-            first, second = halves(levels[len(levels) - 1 - level], node, FANOUT)
+            first, second = halves(levels[len(levels) - 1 - level], node)
         # the half in which a target lies, then the child
         skipped = tl.sum(first, axis=1)
         beyond = rest >= skipped
@@ -57,7 +57,7 @@ def descend(levels, root, target, FANOUT: tl.constexpr):
 
 
 @triton.jit
-def masses_before(levels, root, slot, FANOUT: tl.constexpr):
+def masses_before(levels, root, slot):
     """Numbers whose sums are the masses of the slots below (DRAWS,) slots: [DRAWS, FANOUT // 2]."""
     HALF: tl.constexpr = FANOUT // 2
     child = tl.arange(0, HALF)[None, :]
@@ -66,7 +66,7 @@ def masses_before(levels, root, slot, FANOUT: tl.constexpr):
         if level == len(levels) - 1:
             first, second = root
         else:
-            first, second = halves(levels[level], node // FANOUT, FANOUT)
+            first, second = halves(levels[level], node // FANOUT)
         below = (node % FANOUT)[:, None]
         masses = tl.where(child < below, first, 0) + tl.where(child + HALF < below, second, 0)
         if level == 0:
@@ -78,18 +78,18 @@ def masses_before(levels, root, slot, FANOUT: tl.constexpr):
 
 
 @triton.jit
-def draw_range(levels, root, draw, head, skipped, capacity, FANOUT: tl.constexpr, SKIPS: tl.constexpr):
+def draw_range(levels, root, draw, head, skipped, capacity, SKIPS: tl.constexpr):
     """All mass, the mass before the slot of the oldest key, and the mass of all but the newest `skipped` slots.
 
     Each (DRAWS,) times the same. head: slot of the next key; the slots from it on hold the oldest keys. Sums come after
     all that is loaded.
     """
     start = head + draw * 0
-    to_head = masses_before(levels, root, start, FANOUT)
+    to_head = masses_before(levels, root, start)
     if SKIPS:
         last = start + capacity - skipped
         last = tl.where(last >= capacity, last - capacity, last)
-        to_last = masses_before(levels, root, last, FANOUT)
+        to_last = masses_before(levels, root, last)
     total = tl.sum(root[0] + root[1], axis=1)
     before = tl.sum(to_head, axis=1)
     within = total
@@ -107,16 +107,16 @@ def from_oldest(target, before, total):
 
 
 @triton.jit
-def newest_eligible(eligible, draw, batch, head, skipped, capacity, FANOUT: tl.constexpr, SKIPS: tl.constexpr):
+def newest_eligible(eligible, draw, batch, head, skipped, capacity, SKIPS: tl.constexpr):
     """The slots of the newest eligible starts, for the last draws of a batch; eligible: levels of a tree of ones."""
-    root = root_of(eligible, draw, FANOUT)
-    total, before, within = draw_range(eligible, root, draw, head, skipped, capacity, FANOUT, SKIPS)
-    slot, _ = descend(eligible, root, from_oldest(tl.maximum(within - batch + draw, 0), before, total), FANOUT)
+    root = root_of(eligible, draw)
+    total, before, within = draw_range(eligible, root, draw, head, skipped, capacity, SKIPS)
+    slot, _ = descend(eligible, root, from_oldest(tl.maximum(within - batch + draw, 0), before, total))
     return slot
 
 
 @triton.jit
-def find_lowest(low_ptr, leaves_ptr, program, blocks, counters_ptr, EDGE: tl.constexpr, BLOCKS: tl.constexpr):
+def find_lowest(low_ptr, leaves_ptr, program, blocks, counters_ptr, BLOCKS: tl.constexpr):
     """Bring the smallest masses of a program's blocks of EDGE leaves into counters[LOWEST]."""
     block = program * BLOCKS + tl.arange(0, BLOCKS)
     # blocks past the end hold no mass

@@ -30,7 +30,7 @@ from gpu_replay.loops import random as random_loops
 from gpu_replay.loops import tree as tree_loops
 from gpu_replay.ops.counters import NO_MASS, blocks_for
 from gpu_replay.ops.launch import Launch
-from gpu_replay.ops.mass_tree import MassTree, edge_for, fanout_for
+from gpu_replay.ops.mass_tree import MassTree
 
 
 class DrawRange(NamedTuple):
@@ -185,7 +185,7 @@ def lowest_mass(tree: MassTree) -> Tensor:
 
 
 # parts into which one step of the search for a rank divides the rest
-_BASE = 32
+BASE = 32
 
 
 def per_program(gpu: int, count: int, interpreted: bool, most: int = 1024) -> int:
@@ -219,7 +219,7 @@ def leaf_blocks(tree: MassTree, interpreted: bool) -> LeafBlocks:
 def digits_for(slots: int) -> int:
     """Steps of a search for one of this many ranks."""
     digits = 1
-    while _BASE**digits < slots:
+    while BASE**digits < slots:
         digits += 1
     return digits
 
@@ -283,11 +283,8 @@ def plan_draw(
         draw_kernel,
         programs + leaves.programs,
         BY=by,
-        FANOUT=fanout_for("triton"),
-        EDGE=edge_for("triton"),
         DRAWS=draws,
         DIGITS=digits_for(capacity) if by == "rank" else 0,
-        BASE=_BASE,
         BLOCKS=leaves.per_program,
         STRATIFIED=by_priority and stratified,
         REPLACEMENT=replacement,

@@ -227,8 +227,6 @@ def plan_add_step(
         add_step_kernel,
         stepping + moving,
         LAYOUT=layout,
-        SHIFT=tree.fanout.bit_length() - 1,
-        EDGE=tree.edge,
         ENVS=envs,
         AGES=ages,
         FRAMES=frames,

@@ -12,7 +12,7 @@ from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import leaf_blocks, per_program, reciprocal
 from gpu_replay.ops.launch import Launch, aligned
 from gpu_replay.ops.mass import Rule
-from gpu_replay.ops.mass_tree import MassTree, edge_for, fanout_for
+from gpu_replay.ops.mass_tree import MassTree, fanout_for
 from gpu_replay.ops.ring import moved_rows
 
 
@@ -96,9 +96,6 @@ def plan_add(
         add_kernel,
         inserting + moving,
         LAYOUT=layout,
-        FANOUT=fanout,
-        SHIFT=fanout.bit_length() - 1,
-        EDGE=edge_for("triton"),
         BLOCKS=blocks,
         GIVEN=given,
         ORDERED=masses is not None and masses.ordered,
@@ -125,7 +122,7 @@ def plan_highest(masses: DeviceMasses | None, counters: Tensor) -> Callable[[], 
     if tree is None or tree.high is None:
         raise RuntimeError("this tree was made without its largest masses.")
     leaves, high, low = leaf_blocks(tree, counters.device.type == "cpu"), tree.high, tree.levels[0]
-    launch = Launch(find_highest_kernel, leaves.programs, EDGE=edge_for("triton"), BLOCKS=leaves.per_program)
+    launch = Launch(find_highest_kernel, leaves.programs, BLOCKS=leaves.per_program)
 
     def find() -> None:
         # a call that was interrupted may have left one
@@ -160,8 +157,6 @@ def plan_update(
     change = Launch(
         update_kernel,
         programs,
-        SHIFT=fanout_for("triton").bit_length() - 1,
-        EDGE=edge_for("triton"),
         TRACKS_ELIGIBILITY=tracks_eligibility,
         ORDERED=masses is not None and masses.ordered,
         SETTLES=together > 0,
