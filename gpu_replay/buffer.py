@@ -132,13 +132,13 @@ class ReplayBuffer(Buffer):
         if fields.keys() != self._fields.keys():
             fields = flattened(fields, self._fields)
             check_names(fields, self._fields)
-        values, rows = self._rows_of(fields, None)
+        values, rows, ready = self._rows_of(fields, None)
         if not rows:
             raise ValueError("add needs at least one transition (m >= 1); found fields with 0 rows.")
         if priority is not None:
             priority = validation.as_priorities("priority", priority, rows, self._device, as_array=self._on_host)
         with self._lock:
-            return self._engine.append(values, rows, priority)
+            return self._engine.append(values, rows, priority, ready)
 
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
         """Sample `B` transitions as a Batch on the buffer's device.

@@ -168,12 +168,13 @@ class TrajectoryReplayBuffer(Buffer):
 
     def _make_engine(self) -> TrajectoryHostEngine | TrajectoryDeviceEngine:
         if self._on_host:
-            return TrajectoryHostEngine(self._streams, HostSampler(self._state, self._streams, self._seed))
+            draws = HostSampler(self._state, self._streams, self._seed)
+            return TrajectoryHostEngine(self._streams, draws, self._relabel)
         from gpu_replay.engines.device_sampler import DeviceSampler
         from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 
-        draws = DeviceSampler(self._state, self._streams, self._stream_order)
-        return TrajectoryDeviceEngine(self._streams, draws)
+        on_device = DeviceSampler(self._state, self._streams, self._stream_order)
+        return TrajectoryDeviceEngine(self._streams, on_device, self._relabel)
 
     @classmethod
     def from_spaces(
@@ -286,13 +287,13 @@ class TrajectoryReplayBuffer(Buffer):
             fields, finals = self._named(fields)
         if final_obs is not None:
             finals |= validation.final_columns(final_obs, self._streams.observations, self._num_envs)
-        values, envs = self._rows_of(fields, self._num_envs)
+        values, envs, ready = self._rows_of(fields, self._num_envs)
         terminated, truncated = values.pop("terminated"), values.pop("truncated")
         final_rows = self._input.finals(finals, terminated, truncated)
         if priority is not None:
             priority = validation.as_priorities("priority", priority, envs, self._device, as_array=self._on_host)
         with self._lock:
-            return self._engine.add_step(values, terminated, truncated, priority, final_rows)
+            return self._engine.add_step(values, terminated, truncated, priority, final_rows, ready)
 
     def _named(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The values by the names of the fields, and final observations that were given by theirs."""
@@ -382,12 +383,10 @@ class TrajectoryReplayBuffer(Buffer):
         """
         if is_dynamo_compiling():
             return self._operators.sample(self._batch_kind, batch_size, beta)
-        batch, exponent, relabel = validation.check_batch_size(batch_size), validation.check_beta(beta), self._relabel
+        batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
         with self._lock:
             self._check_enough(batch)
-            if relabel is None or not (count := relabel.count(batch)):
-                return Batch(self._engine.sample(batch, exponent))
-            return Batch(self._engine.sample_relabeled(batch, exponent, relabel, count))
+            return Batch(self._engine.sample(batch, exponent))
 
     def sample_sequences(
         self,

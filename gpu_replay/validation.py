@@ -21,6 +21,8 @@ from torch import Tensor
 from gpu_replay.fields import DICTIONARIES, STORABLE, TORCH_OF, Field, flattened, has_items
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+# memory that torch allocates begins at multiples of it; Triton compiles code that moves whole words for them
+ALIGNMENT = 16
 # largest batch size; no memory holds more rows
 _MOST_ROWS = 2**48
 _NUMPY_OF = {each: name for name, each in TORCH_OF.items()}
@@ -78,16 +80,25 @@ def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(array)
 
 
-def is_plain(value: Any, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a value is a dense tensor of this dtype on the device, of which `as_tensor` would change nothing."""
-    return (
-        type(value) is Tensor
-        and value.dtype is dtype
-        and value.device == device
-        and value.layout is torch.strided
-        and not value.is_nested
-        and not value.requires_grad
-    )
+def is_ready(value: Any, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> bool:
+    """Whether a kernel can read a value as it is: a dense tensor of this dtype and shape on the device, whose numbers
+    lie end to end in memory that begins as torch's own does.
+    """
+    try:
+        return (
+            type(value) is Tensor
+            and value.dtype is dtype
+            and value.shape == shape
+            and value.device == device
+            and value.is_contiguous()
+            and not value.is_neg()
+            and value.data_ptr() % ALIGNMENT == 0
+            # zeros without memory have no address
+            and value.data_ptr() != 0
+        )
+    except RuntimeError:
+        # sparse, nested, or within torch.func
+        return False
 
 
 def numpy_view(name: str, tensor: Tensor) -> np.ndarray:
@@ -214,20 +225,21 @@ def host_rows(
 
 
 def device_rows(
-    fields: Mapping[str, Any], checks: Checks, rows: int | None, device: torch.device, stream: torch.cuda.Stream | None
-) -> tuple[dict[str, Tensor], int]:
-    """As `host_rows`, tensors for an engine on a device, whose current stream is `stream`."""
-    values, count = {}, rows
+    fields: dict[str, Any], checks: Checks, rows: int | None, device: torch.device
+) -> tuple[dict[str, Tensor], int, bool]:
+    """As `host_rows`, tensors for an engine on a device; also whether a kernel can read all of them as they are."""
+    sides = getattr(fields[checks[0][0]], "shape", ())
+    count = rows if rows is not None else sides[0] if len(sides) else 0
     for name, field, _, shape in checks:
-        value = fields[name]
-        sides = value.shape if is_plain(value, field.dtype, device) else ()
-        if not sides or sides[1:] != shape or (sides[0] != count and count is not None):
-            value = as_field(name, value, field, count, device, on_host=False, steps=rows is not None)
-        elif stream is not None:
-            value.record_stream(stream)
-        values[name] = value
-        count = value.shape[0]
-    return values, count or 0
+        if not is_ready(fields[name], field.dtype, (count, *shape), device):
+            break
+    else:
+        return fields, count, True
+    values, found = {}, rows
+    for name, field, *_ in checks:
+        values[name] = as_field(name, fields[name], field, found, device, on_host=False, steps=rows is not None)
+        found = values[name].shape[0]
+    return values, found or 0, False
 
 
 def as_field(
@@ -400,6 +412,11 @@ def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: boo
             and np.vdot(numbers, numbers) < math.inf
         ):
             return plain, numbers
+    elif getattr(keys, "ndim", 0) == 1 and device.type != "cpu":
+        # fast path: a kernel can read both
+        rows = keys.shape
+        if is_ready(keys, torch.int64, rows, device) and is_ready(priorities, torch.float32, rows, device):
+            return keys, priorities
     keys = as_keys(keys, device)
     priorities = as_priorities("priorities", priorities, keys.shape[0], device, as_array=as_array)
     return numpy_view("keys", keys) if as_array else keys, priorities

@@ -273,11 +273,13 @@ class Buffer(ABC):
 
     # calls
 
-    def _rows_of(self, fields: Mapping[str, Any], envs: int | None) -> tuple[dict[str, Any], int]:
-        """Check the values of all fields; return them and the number of rows: of the first field, or `envs`."""
+    def _rows_of(self, fields: dict[str, Any], envs: int | None) -> tuple[dict[str, Any], int, bool]:
+        """Check the values of all fields; return them, the number of rows, of the first field or `envs`, and whether a
+        kernel can read the values as they are.
+        """
         if self._on_host:
-            return validation.host_rows(fields, self._checks, envs, self._device)
-        return validation.device_rows(fields, self._checks, envs, self._device, self._stream_order.current())
+            return *validation.host_rows(fields, self._checks, envs, self._device), False
+        return validation.device_rows(fields, self._checks, envs, self._device)
 
     def _check_enough(self, batch: int, skipped: int = 0, call: str = "", available: int | None = None) -> None:
         """Raise unless `call`, by default `sample`, can draw a batch without the newest `skipped` slots.

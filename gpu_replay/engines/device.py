@@ -7,21 +7,23 @@ refuse a sample from too few transitions without asking.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.device_sampler import DeviceSampler, Gather
+from gpu_replay.engines.device_sampler import DeviceSampler, Sample
 from gpu_replay.engines.storage import Storage, check_live
 from gpu_replay.ops.launch import plans
 from gpu_replay.ops.priorities import plan_add
 from gpu_replay.ops.ring import plan_gather
-from gpu_replay.ops.weights import Drawn
+from gpu_replay.ops.weights import NOT_DRAWN, Drawn
+
+# slots and probabilities of a sample, and what counts and returns it
+Unfinished = tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]]
 
 
 class DeviceEngine:
-    """Appends, samples and reads the transitions of one buffer, in at most 2 launches each; draws by rank sort besides.
+    """Appends, samples and reads the transitions of one buffer, in 1, 2 and 1 launches; draws by rank sort as well.
 
     The buffer has checked all arguments and holds the lock.
     """
@@ -31,14 +33,40 @@ class DeviceEngine:
     def __init__(self, storage: Storage, draws: DeviceSampler) -> None:
         self.draws = draws
         self._storage = storage
-        self._reads = plans(
-            lambda rows: plan_gather(storage.tensors, storage.fields, rows, draws.counters, drawn=False)
-        )
+        stores, fields, counters, masses = storage.tensors, storage.fields, draws.counters, draws.masses
+        # none of these refers to this object: a buffer that nobody holds gives its memory back at once
+        reads = self._reads = plans(lambda rows: plan_gather(stores, fields, rows, counters, drawn=False))
+
+        def make_sample(batch: int, scheduled: bool) -> Sample:
+            gather = plan_gather(stores, fields, batch, counters, drawn=True)
+            return draws.make_sample(batch, scheduled, lambda slots, words, sample: gather(slots, sample))
+
+        def make_unfinished(batch: int, scheduled: bool) -> Callable[[float | None], Unfinished]:
+            read, end = reads(batch), plan_gather({}, {}, batch, counters, drawn=True)
+            held: list[tuple[Tensor, Drawn]] = []
+
+            def gather(slots: Tensor, words: tuple[Tensor, ...], sample: Drawn) -> dict[str, Tensor]:
+                held.append((slots, sample))
+                return read(slots, NOT_DRAWN)
+
+            sample = draws.make_sample(batch, scheduled, gather)
+
+            def unfinished(beta: float | None) -> Unfinished:
+                held.clear()
+                tensors = sample(beta)
+                slots, drawn = held.pop()
+                return slots, tensors["probability"], lambda: tensors | end(slots, drawn)
+
+            return unfinished
+
         # by the batch, and whether a schedule gives beta
-        self._samples = plans(lambda batch, scheduled: draws.make_sample(batch, scheduled, self._gather(batch)))
-        self._later = plans(self._make_later)
-        ring = storage.tensors, storage.fields, draws.masses, draws.counters, storage.times_sampled
-        self._adds = plans(lambda rows, own: plan_add(*ring, rows, draws.source, given=own is not None))
+        self._samples, self._unfinished = plans(make_sample), plans(make_unfinished)
+        # by the number of rows and the dtype of their priorities
+        self._adds = plans(
+            lambda rows, own: plan_add(
+                stores, fields, masses, counters, storage.times_sampled, rows, draws.source, given=own is not None
+            )
+        )
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
@@ -62,21 +90,20 @@ class DeviceEngine:
             draws.look()
         return min(self._storage.capacity, draws.added - draws.first)
 
-    def append(self, values: dict[str, Tensor], rows: int, priorities: Tensor | None) -> Tensor:
-        """Store `rows` transitions and return their (rows,) keys; 1 launch for tensors on the device."""
+    def append(self, values: dict[str, Tensor], rows: int, priorities: Tensor | None, ready: bool) -> Tensor:
+        """Store `rows` transitions and return their (rows,) keys; 1 launch for tensors on the device.
+
+        ready: whether a kernel can read the values as they are.
+        """
         draws = self.draws
         with draws.ordered():
-            moved, own = draws.on_device(values, priorities)
+            moved, own = draws.on_device(values, priorities, ready)
             keys = torch.empty(rows, dtype=torch.int64, device=draws.device)
             draws.changed()
             self._adds(rows, None if own is None else own.dtype)(moved, own, keys)
             if draws.runs_now(rows):
                 self.on_replay(rows)
         return keys
-
-    def _gather(self, batch: int) -> Gather:
-        gather = plan_gather(self._storage.tensors, self._storage.fields, batch, self.draws.counters, drawn=True)
-        return lambda slots, words, sample: gather(slots, sample)
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Sample `batch` transitions: fields, key, probability and weight; 2 launches.
@@ -86,34 +113,16 @@ class DeviceEngine:
         with self.draws.ordered():
             return self._samples(batch, beta is None)(beta)
 
-    def sample_later(self, batch: int, beta: float | None) -> tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]]:
+    def sample_unfinished(self, batch: int, beta: float | None) -> Unfinished:
         """Slots and probabilities of a sample, and what counts and returns it; not called, nothing has changed."""
         with self.draws.ordered():
-            return self._later(batch, beta is None)(beta)
-
-    def _make_later(self, batch: int, scheduled: bool) -> Callable[[float | None], Any]:
-        end = plan_gather({}, {}, batch, self.draws.counters, drawn=True)
-        read, held = self._reads(batch), []
-
-        def gather(slots: Tensor, words: tuple[Tensor, ...], sample: Drawn) -> dict[str, Tensor]:
-            held.append((slots, sample))
-            return read(slots)
-
-        sample = self.draws.make_sample(batch, scheduled, gather)
-
-        def later(beta: float | None) -> Any:
-            held.clear()
-            tensors = sample(beta)
-            drawn = held.pop()
-            return drawn[0], tensors["probability"], lambda: tensors | end(*drawn)
-
-        return later
+            return self._unfinished(batch, beta is None)(beta)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The stored transitions of these keys; KeyError naming the first that is not live. Waits for the device."""
         with self.draws.ordered():
             check_live(keys, *self.draws.span())
-            return self._reads(keys.shape[0])(keys % self._storage.capacity)
+            return self._reads(keys.shape[0])(keys % self._storage.capacity, NOT_DRAWN)
 
     # all that is stored can be read
     stored = read

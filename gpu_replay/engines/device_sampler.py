@@ -7,7 +7,7 @@ counters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -47,8 +47,8 @@ class DeviceSampler:
         base = self._base = state.base
         if base.kernel is None:
             raise ValueError(
-                f'{state.sampler} has no kernel, so a buffer on {self.device} cannot draw by it. Give device="cpu", or a '
-                "sampler of gpu_replay."
+                f'{state.sampler} has no kernel, so a buffer on {self.device} cannot draw by it. Give device="cpu", '
+                "or a sampler of gpu_replay."
             )
         self._storage = storage
         self._schedule: Tensor | None = None
@@ -129,10 +129,16 @@ class DeviceSampler:
         return materialized(value).contiguous()
 
     def on_device(
-        self, values: Mapping[str, Tensor], priorities: Tensor | None
+        self, values: dict[str, Tensor], priorities: Tensor | None, ready: bool
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The values on the device, and the priorities if the sampler uses them."""
+        """The values on the device, and the priorities if the sampler uses them.
+
+        ready: whether a kernel can read the values as they are.
+        """
         own = None if priorities is None or self.masses is None else self.moved(priorities)
+        if ready:
+            self.stream_order.reads(values.values())
+            return values, own
         return {name: self.moved(value) for name, value in values.items()}, own
 
     def changed(self) -> None:
@@ -149,8 +155,8 @@ class DeviceSampler:
     def make_sample(
         self, batch: int, scheduled: bool, gather: Gather, *, skipped: int = 0, shifted: bool = False, more: int = 0
     ) -> Sample:
-        """A function of beta that samples `batch` rows, none of them from the newest `skipped` slots: 2 launches a call, by
-        rank 1 and a sort before them. The last one gathers and counts; an exception before it leaves all as it was.
+        """A function of beta that samples `batch` rows, none of them from the newest `skipped` slots: 2 launches a call,
+        by rank 1 and a sort before them. The last one gathers and counts; an exception before it leaves all as it was.
 
         scheduled: whether a schedule gives beta. shifted: whether words that move pictures are taken as well.
         more:      blocks of words that `gather` takes after them.
@@ -202,5 +208,6 @@ class DeviceSampler:
         if keys.numel():
             with self.ordered():
                 moved, numbers = self.moved(keys), self.moved(priorities)
+                self.stream_order.reads((moved, numbers))
                 self.changed()
                 self._updates(moved.shape[0], numbers.dtype)(moved, numbers)

@@ -30,7 +30,7 @@ from gpu_replay.ops.frames import plan_gather_sequences, plan_gather_windows
 from gpu_replay.ops.hindsight import gather_goals, goal_blocks, plan_choose_goals, put_goals
 from gpu_replay.ops.launch import plans
 from gpu_replay.ops.ring import plan_gather
-from gpu_replay.ops.weights import Drawn
+from gpu_replay.ops.weights import NOT_DRAWN, Drawn
 from gpu_replay.validation import as_tensor
 
 if TYPE_CHECKING:
@@ -41,69 +41,82 @@ _TOGETHER = 2**16
 
 
 class TrajectoryDeviceEngine:
-    """Adds steps, samples and reads windows of one trajectory buffer, in at most 3, 2 and 1 launches; a draw by rank
-    sorts besides.
+    """Adds steps, samples and reads windows of one trajectory buffer, in at most 2, 2 and 1 launches; draws by rank
+    sort as well.
 
     The buffer has checked all arguments and holds the lock.
     """
 
     scratch_bytes = 0
 
-    def __init__(self, storage: TrajectoryStorage, draws: DeviceSampler) -> None:
+    def __init__(self, storage: TrajectoryStorage, draws: DeviceSampler, relabel: Hindsight | None) -> None:
         self.draws = draws
         self._storage = storage
         self._shape = storage.streams.shape
-        self._powers = torch.from_numpy(powers_of(storage.gamma, self._shape.n_step)).to(draws.device)
-        self._shifted = storage.random_shift > 0
+        powers = torch.from_numpy(powers_of(storage.gamma, self._shape.n_step)).to(draws.device)
         # eligible starts when their number was last read, and steps overwritten since
         self._eligible = self._overwritten = 0
-        powers, counters = self._powers, draws.counters
+        # none of these refers to this object: a buffer that nobody holds gives its memory back at once
+        streams, stores, fields, counters = storage.streams, storage.tensors, storage.fields, draws.counters
         # by the dtype of priorities, and whether final observations come with the step
         self._steps = plans(
             lambda own, with_final: plan_add_step(
-                *(
-                    storage.tensors,
-                    storage.fields,
-                    storage.streams,
-                    draws.masses,
-                    draws.state.eligible_tree,
-                    counters,
-                    storage.times_sampled,
-                ),
+                stores,
+                fields,
+                streams,
+                draws.masses,
+                draws.state.eligible_tree,
+                counters,
+                storage.times_sampled,
                 draws.source,
                 with_final=with_final,
             )
         )
-        self._finals = plans(lambda: plan_keep_finals(storage.streams, storage.finals, storage.fields, counters))
+        self._finals = plans(lambda: plan_keep_finals(streams, storage.finals, fields, counters))
+        # windows to read, by their number
         self._windows = plans(
-            lambda batch, drawn: plan_gather_windows(
-                storage, batch, powers, counters, shifted=drawn and self._shifted, drawn=drawn
-            )
+            lambda batch: plan_gather_windows(storage, batch, powers, counters, shifted=False, drawn=False)
         )
+        # single steps, by their number
+        self._rows = plans(lambda rows: plan_gather(stores, fields, rows, counters, drawn=False))
+        shifted, num_envs = storage.random_shift > 0, self._shape.num_envs
+
+        def make_sample(batch: int, scheduled: bool) -> Sample:
+            if relabel is not None and (count := relabel.count(batch)):
+                return make_relabeled(batch, relabel, count, scheduled)
+            gather = plan_gather_windows(storage, batch, powers, counters, shifted=shifted, drawn=True)
+            return draws.make_sample(batch, scheduled, gather, shifted=shifted)
+
+        def make_sequences(batch: int, length: int, scheduled: bool, within: DeviceSampler | None = None) -> Sample:
+            gather = plan_gather_sequences(storage, batch, length, powers, counters, shifted=shifted, drawn=True)
+            skipped = (length - 1) * num_envs if within is None else 0
+            return (within or draws).make_sample(batch, scheduled, gather, skipped=skipped, shifted=shifted)
+
+        def make_relabeled(batch: int, relabel: Hindsight, count: int, scheduled: bool) -> Sample:
+            achieved, more = relabel.achieved_field, goal_blocks(count, relabel.strategy)
+            windows = plan_gather_windows(storage, batch, powers, counters, shifted=shifted, drawn=False)
+            choose = plan_choose_goals(streams, batch, counters, count, relabel.strategy)
+            # as they are stored
+            raw = {achieved: Field(fields[achieved].shape, fields[achieved].dtype)}
+            rows = plan_gather({achieved: stores[achieved]}, raw, count, counters, drawn=False)
+            end = plan_gather({}, {}, batch, counters, drawn=True)
+            pool, field, stack = storage.finals.get(achieved), fields[relabel.desired_field], streams.shape.stack
+
+            def gather(slots: Tensor, words: tuple[Tensor, ...], sample: Drawn) -> dict[str, Tensor]:
+                tensors, chosen = windows(slots, words, NOT_DRAWN), choose(slots, sample.blocks - more)
+                goals = gather_goals(chosen, rows(chosen.slots, NOT_DRAWN)[achieved], pool, field)
+                relabel.rewrite(tensors, put_goals(tensors, chosen, goals, relabel, stack), storage.gamma)
+                return tensors | end(slots, sample)
+
+            return draws.make_sample(batch, scheduled, gather, shifted=shifted, more=more)
+
         # by what is asked for, and whether a schedule gives beta
-        self._samples = plans(
-            lambda batch, scheduled: draws.make_sample(
-                batch, scheduled, self._windows(batch, True), shifted=self._shifted
-            )
+        self._samples, self._sequences, self._relabeled = (
+            plans(make_sample),
+            plans(make_sequences),
+            plans(make_relabeled),
         )
-        self._sequences = plans(lambda batch, length, scheduled: self._make_sequences(draws, batch, length, scheduled))
-        self._relabeled = plans(self._make_relabeled)
-        # by the batch, the rows that get other goals, and where these come from
-        self._goals = plans(
-            lambda batch, count, strategy: plan_choose_goals(storage.streams, batch, counters, count, strategy)
-        )
-        # rows of all fields, by their number
-        self._rows = plans(lambda rows: plan_gather(storage.tensors, storage.fields, rows, counters, drawn=False))
-        # rows of a field as they are stored, wherever that is, by its name and their number
-        self._raw_rows = plans(
-            lambda name, rows: plan_gather(
-                {name: storage.tensors[name]},
-                {name: Field(storage.fields[name].shape, storage.fields[name].dtype)},
-                rows,
-                counters,
-                drawn=False,
-            )
-        )
+        self._make_sequences = make_sequences
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
@@ -129,14 +142,18 @@ class TrajectoryDeviceEngine:
         truncated: Tensor,
         priorities: Tensor | None,
         finals: dict[str, Tensor] | None,
+        ready: bool,
     ) -> Tensor:
-        """Store one step of all environments and return its (num_envs,) keys; 2 launches, 3 with final observations."""
+        """Store one step of all environments and return its (num_envs,) keys; 1 launch, 2 with final observations.
+
+        ready: whether a kernel can read the values as they are.
+        """
         draws = self.draws
         with draws.ordered():
             # inputs are copied to the device before the first write to the ring, since a copy may fail
             flags = draws.moved(terminated), draws.moved(truncated)
             final_rows = None if finals is None else {name: draws.moved(value) for name, value in finals.items()}
-            moved, own = draws.on_device(values, priorities)
+            moved, own = draws.on_device(values, priorities, ready)
             keys = torch.empty(self._shape.num_envs, dtype=torch.int64, device=draws.device)
             step = self._steps(None if own is None else own.dtype, final_rows is not None)
             draws.changed()
@@ -180,6 +197,7 @@ class TrajectoryDeviceEngine:
                         *ended[:, step],
                         None if own is None else own[step],
                         known,
+                        False,
                     )
         return keys
 
@@ -243,7 +261,8 @@ class TrajectoryDeviceEngine:
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` starts: fields, windows, key, probability and weight; 2 launches.
 
-        By rank 1 and a sort come first where something has changed.
+        By rank 1 and a sort come first where something has changed. With `relabel` there are 3 more, and small ones of
+        torch; the user's functions run before the sample is counted, so that one that raises leaves all as it was.
         """
         with self.draws.ordered():
             return self._samples(batch, beta is None)(beta)
@@ -268,40 +287,7 @@ class TrajectoryDeviceEngine:
         with self.draws.ordered():
             if sampler is None:
                 return self._sequences(batch, length, beta is None)(beta)
-            return self._make_sequences(sampler, batch, length, beta is None, 0)(beta)
-
-    def _make_sequences(
-        self, draws: DeviceSampler, batch: int, length: int, scheduled: bool, skipped: int | None = None
-    ) -> Sample:
-        skipped = (length - 1) * self._shape.num_envs if skipped is None else skipped
-        gather = plan_gather_sequences(
-            self._storage, batch, length, self._powers, draws.counters, shifted=self._shifted, drawn=True
-        )
-        return draws.make_sample(batch, scheduled, gather, skipped=skipped, shifted=self._shifted)
-
-    def sample_relabeled(self, batch: int, beta: float | None, relabel: Hindsight, count: int) -> dict[str, Tensor]:
-        """Sample as `sample` does, with other goals in `count` rows; 3 more launches, and small ones of torch.
-
-        The user's functions run before the sample is counted, so that one that raises leaves all as it was.
-        """
-        with self.draws.ordered():
-            return self._relabeled(batch, relabel, count, beta is None)(beta)
-
-    def _make_relabeled(self, batch: int, relabel: Hindsight, count: int, scheduled: bool) -> Sample:
-        storage, achieved, more = self._storage, relabel.achieved_field, goal_blocks(count, relabel.strategy)
-        counters, stack = self.draws.counters, self._shape.stack
-        windows = plan_gather_windows(storage, batch, self._powers, counters, shifted=self._shifted, drawn=False)
-        choose = self._goals(batch, count, relabel.strategy)
-        rows, end = self._raw_rows(achieved, count), plan_gather({}, {}, batch, counters, drawn=True)
-        pool, field = storage.finals.get(achieved), storage.fields[relabel.desired_field]
-
-        def gather(slots: Tensor, words: tuple[Tensor, ...], sample: Drawn) -> dict[str, Tensor]:
-            tensors, chosen = windows(slots, words), choose(slots, sample.blocks - more)
-            goals = gather_goals(chosen, rows(chosen.slots)[achieved], pool, field)
-            relabel.rewrite(tensors, put_goals(tensors, chosen, goals, relabel, stack), storage.gamma)
-            return tensors | end(slots, sample)
-
-        return self.draws.make_sample(batch, scheduled, gather, shifted=self._shifted, more=more)
+            return self._make_sequences(batch, length, beta is None, sampler)(beta)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The transitions from these keys; KeyError naming the first that is not live or not eligible.
@@ -311,11 +297,11 @@ class TrajectoryDeviceEngine:
         with self.draws.ordered():
             slots = keys % self._shape.slots
             check_live(keys, *self.draws.span(), self.draws.state.eligible.masses[slots] > 0)
-            return self._windows(keys.shape[0], False)(slots)
+            return self._windows(keys.shape[0])(slots, (), NOT_DRAWN)
 
     def stored(self, keys: Tensor) -> dict[str, Tensor]:
         """The single steps of these live keys."""
         storage = self._storage
         with self.draws.ordered():
             slots = keys % self._shape.slots
-            return self._rows(keys.shape[0])(slots) | endings(storage.streams.flags.take(slots))
+            return self._rows(keys.shape[0])(slots, NOT_DRAWN) | endings(storage.streams.flags.take(slots))

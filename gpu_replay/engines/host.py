@@ -82,7 +82,7 @@ class HostEngine:
         """Take over a restored state and draw from this seed."""
         self.draws.reseed(seed)
 
-    def append(self, values: dict[str, np.ndarray], rows: int, priorities: np.ndarray | None) -> Tensor:
+    def append(self, values: dict[str, np.ndarray], rows: int, priorities: np.ndarray | None, ready: bool) -> Tensor:
         """Store `rows` transitions, their values in the order of the fields, and return their (rows,) keys."""
         state, capacity, added = self.draws.state, self._capacity, self._counters.item(_ADDED)
         keys, start = _from_numpy(np.arange(added, added + rows)), added % capacity
@@ -102,9 +102,11 @@ class HostEngine:
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Sample `batch` transitions: fields, key, probability and weight."""
-        return self.sample_later(batch, beta)[2]()
+        return self.sample_unfinished(batch, beta)[2]()
 
-    def sample_later(self, batch: int, beta: float | None) -> tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]]:
+    def sample_unfinished(
+        self, batch: int, beta: float | None
+    ) -> tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]]:
         """Slots and probabilities of a sample, and what counts and returns it; not called, nothing has changed."""
         drawn = self.draws.draw(batch, beta)
         finish = partial(self.draws.finish, self._rows_at(drawn.slots), drawn)

@@ -38,8 +38,9 @@ class TrajectoryHostEngine:
     The buffer has checked all arguments and holds the lock.
     """
 
-    def __init__(self, storage: TrajectoryStorage, draws: HostSampler) -> None:
+    def __init__(self, storage: TrajectoryStorage, draws: HostSampler, relabel: Hindsight | None) -> None:
         self.draws = draws
+        self._relabel = relabel
         self.count_at_least = draws.count_at_least
         state, self._streams = draws.state, storage.streams
         self._shape = shape = storage.streams.shape
@@ -95,6 +96,7 @@ class TrajectoryHostEngine:
         truncated: np.ndarray,
         priorities: np.ndarray | None,
         finals: dict[str, Any] | None,
+        ready: bool,
     ) -> Tensor:
         """Store one step of all environments and return its (num_envs,) keys."""
         added, envs = self.draws.counters.item(Counter.ADDED), self._shape.num_envs
@@ -159,23 +161,24 @@ class TrajectoryHostEngine:
     # sample
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
-        """Draw `batch` starts: fields, windows, key, probability and weight."""
-        drawn = self.draws.draw(batch, beta)
-        return self.draws.finish(self._transitions(drawn.slots, self._shifts(batch)), drawn)
+        """Draw `batch` starts: fields, windows, key, probability and weight.
 
-    def sample_relabeled(self, batch: int, beta: float | None, relabel: Hindsight, count: int) -> dict[str, Tensor]:
-        """Sample as `sample` does, with other goals in `count` rows.
-
-        The user's functions run before the sample is counted, so that one that raises leaves all as it was.
+        With `relabel` the user's functions run before the sample is counted, so that one that raises leaves all as it
+        was.
         """
-        drawn, storage, achieved = self.draws.draw(batch, beta), self._storage, relabel.achieved_field
+        drawn = self.draws.draw(batch, beta)
         tensors = self._transitions(drawn.slots, self._shifts(batch))
-        chosen = self._goals_of(drawn.slots, count, relabel.strategy)
+        if self._relabel is not None and (count := self._relabel.count(batch)):
+            self._rewrite(tensors, drawn.slots, count, self._relabel)
+        return self.draws.finish(tensors, drawn)
+
+    def _rewrite(self, tensors: dict[str, Tensor], slots: np.ndarray, count: int, relabel: Hindsight) -> None:
+        """Give `count` rows of a batch in (B,) slots other goals."""
+        storage, achieved = self._storage, relabel.achieved_field
+        chosen = self._goals_of(slots, count, relabel.strategy)
         ring, pool = as_numpy(storage.tensors[achieved]), self._pools.get(achieved)
         goals = chosen.gather(ring, pool, storage.fields[relabel.desired_field])
-        shown = chosen.put(tensors, goals, relabel, self._shape.stack)
-        relabel.rewrite(tensors, shown, storage.gamma)
-        return self.draws.finish(tensors, drawn)
+        relabel.rewrite(tensors, chosen.put(tensors, goals, relabel, self._shape.stack), storage.gamma)
 
     def sequence_sampler(self, length: int, strict: bool, stride: int) -> tuple[HostSampler, int]:
         """A sampler of only the starts that `sequence_starts` names, and their number."""

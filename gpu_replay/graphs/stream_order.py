@@ -8,7 +8,7 @@ host waits for nothing, and work that other libraries put on those streams is no
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -18,9 +18,18 @@ from torch import Tensor
 
 from gpu_replay.validation import record_stream
 
+try:
+    # as Triton and code that Inductor makes ask for it: a number takes a fortieth of the time of an object
+    from torch._C import _cuda_getCurrentRawStream as _stream_number
+except ImportError:
+
+    def _stream_number(index: int) -> int:
+        return int(torch.cuda.current_stream(index).cuda_stream)
+
+
 _INTERRUPTED = (
-    "an `add` or `load_state_dict` of this buffer was interrupted between overwriting its rows and counting the new "
-    "ones, so that rows may be mixtures of both. Call clear(), or load a state that was saved."
+    "a `load_state_dict` of this buffer was interrupted, so that its rows may be mixtures of two states. Call clear(), "
+    "or load a state that was saved."
 )
 
 
@@ -55,8 +64,9 @@ class StreamOrder(AbstractContextManager[None]):
     """Orders the calls of one buffer on its device; the caller holds the buffer's lock. On a CPU it does nothing.
 
     device:      of the buffer.
-    interrupted: whether rows of the buffer may be mixtures of two, because an `add` ended between its launches, or a
-                 load half-way: calls then raise RuntimeError.
+    interrupted: whether rows of the buffer may be mixtures of two, because a load ended half-way: calls then raise
+                 RuntimeError.
+    captures:    whether the calls of the outermost `ordered` go into a graph instead of to the device.
 
     Calls captured into a CUDA graph are not ordered here: they run whenever the graph is replayed, in the order of the
     captured streams. A replay counts as one call where its owner wraps it in `ordered`.
@@ -67,15 +77,15 @@ class StreamOrder(AbstractContextManager[None]):
         # torch takes half the time for a number
         self._index = device.index
         self._streams = device.type == "cuda"
-        self.interrupted = self._mending = False
+        self.interrupted = self._mending = self.captures = False
         # counts the rows that captured calls add, where the buffer is notified of replays
         self.recorded: Recorded | None = None
-        # nested `ordered` blocks, and the device and the stream of the outermost one
+        # nested `ordered` blocks, and what makes the device current within the outermost one
         self._depth = 0
-        self._current: tuple[torch.cuda.device, torch.cuda.Stream] | None = None
-        self._captures = False
-        # the stream of the last call and the event at its end, and the stream that the memory belongs to
+        self._current = torch.cuda.device(self._index) if self._streams else None
+        # the stream of the last call, its number and the event at its end, and the stream that the memory belongs to
         self._last: torch.cuda.Stream | None = None
+        self._number: int | None = None
         self._home: torch.cuda.Stream | None = None
         self._end: torch.cuda.Event | None = None
         # where pinned memory was copied since the outermost `ordered` began
@@ -91,41 +101,46 @@ class StreamOrder(AbstractContextManager[None]):
     def __enter__(self) -> None:
         if self.interrupted and not self._mending:
             raise RuntimeError(_INTERRUPTED)
-        if not self._streams:
+        if self._current is None:
             return
         if self._depth:
             self._depth += 1
             return
-        device = torch.cuda.device(self._index)
-        device.__enter__()
+        self._current.__enter__()
         try:
-            stream = torch.cuda.current_stream(self._index)
-            self._captures = torch.cuda.is_current_stream_capturing()
+            self.captures = torch.cuda.is_current_stream_capturing()
             # a graph cannot wait for an event from outside, nor may anything outside wait for one of its own
-            if not self._captures and self._end is not None and self._last != stream:
-                stream.wait_event(self._end)
+            if not self.captures and (number := _stream_number(self._index)) != self._number:
+                self._follow(number)
         except BaseException:
-            device.__exit__(None, None, None)
+            self._current.__exit__(None, None, None)
             raise
-        self._current, self._depth = (device, stream), 1
+        self._depth = 1
+
+    def _follow(self, number: int) -> None:
+        """Let the current stream, of this number, wait for the end of the last call."""
+        stream = torch.cuda.current_stream(self._index)
+        if self._end is None:
+            self._end, self._home = torch.cuda.Event(), stream
+        else:
+            stream.wait_event(self._end)
+        self._last, self._number = stream, number
 
     def __exit__(self, *error: object) -> None:
-        if not self._streams:
+        if self._current is None:
             return
-        if self._depth > 1 or self._current is None:
-            self._depth -= 1
+        self._depth -= 1
+        if self._depth:
             return
-        (device, stream), self._current = self._current, None
-        self._depth = 0
         try:
-            if not self._captures:
-                self._finish(stream)
+            if not self.captures and self._end is not None and self._last is not None:
+                self._end.record(self._last)
             if self._copying is not None:
                 # from here on the owner of the pinned memory may change it
                 copying, self._copying = self._copying, None
                 copying.synchronize()
         finally:
-            device.__exit__(None, None, None)
+            self._current.__exit__(None, None, None)
 
     @contextmanager
     def mending(self) -> Iterator[None]:
@@ -136,9 +151,12 @@ class StreamOrder(AbstractContextManager[None]):
         finally:
             self._mending = False
 
-    def current(self) -> torch.cuda.Stream | None:
-        """The stream that is current in this thread; None on a CPU."""
-        return torch.cuda.current_stream(self._index) if self._streams else None
+    def reads(self, tensors: Iterable[Tensor]) -> None:
+        """Within `ordered`: keep memory that may belong to other streams until this call has read it."""
+        if self._streams:
+            stream = torch.cuda.current_stream(self._index) if self.captures else self._last
+            for tensor in tensors:
+                tensor.record_stream(stream)
 
     def copied(self, pinned: Tensor) -> Tensor:
         """Pinned memory as a tensor on the device, within `ordered`, which ends when the copy is made.
@@ -153,18 +171,12 @@ class StreamOrder(AbstractContextManager[None]):
         current.wait_stream(self._copying)
         return record_stream(copy, current)
 
-    def _finish(self, stream: torch.cuda.Stream) -> None:
-        if self._end is None:
-            self._end, self._home = torch.cuda.Event(), stream
-        self._end.record(stream)
-        self._last = stream
-
     def capturing(self) -> bool:
         """Whether the calls of this moment go into a graph instead of to the device."""
         if not self._streams:
             return False
         if self._depth:
-            return self._captures
+            return self.captures
         with torch.cuda.device(self._device):
             return torch.cuda.is_current_stream_capturing()
 

@@ -7,16 +7,16 @@ were, and makes a key of them to look its compiled code up by: three quarters of
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
+from gpu_replay.validation import ALIGNMENT
+
 # keeps the launches that a function plans, by its arguments: those of the sizes that were asked for last
 plans = lru_cache(maxsize=64)
-# Triton compiles code that moves whole words for multiples of this address
-_ALIGNMENT = 16
 # whether launches go past Triton's own way at all; a variable for a Triton in which that does not work
 VARIABLE = "GPU_REPLAY_PLAIN_LAUNCH"
 DIRECT = os.environ.get(VARIABLE) in (None, "", "0")
@@ -29,7 +29,7 @@ def aligned(*tensors: Tensor) -> bool:
     """
     try:
         for tensor in tensors:
-            if tensor.data_ptr() % _ALIGNMENT:
+            if tensor.data_ptr() % ALIGNMENT:
                 return False
     except RuntimeError as error:
         raise TypeError(
@@ -39,31 +39,76 @@ def aligned(*tensors: Tensor) -> bool:
     return True
 
 
+def addresses(value: Any, near: bool) -> Any:
+    """Tensors as their addresses, also in tuples, which Triton's launcher takes as they are.
+
+    near: whether tensors that are not on a GPU stay what they are: Triton asks the driver for the address that pinned
+          memory has there.
+    """
+    if isinstance(value, tuple):
+        return tuple(addresses(each, near) for each in value)
+    return value.data_ptr() if isinstance(value, Tensor) and (value.is_cuda or not near) else value
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _tensors(value)
+        elif isinstance(value, Tensor):
+            yield value
+
+
 class Launch:
-    """One kernel with its grid and compile-time settings, launched by each call.
+    """One kernel with its grid and the arguments that all of its launches share; a call brings the others.
 
     All launches but the first go straight to the code that Triton compiled for it. So their arguments must be of the
     same kinds: tuples as long, tensors of the same dtypes, numbers of as many bits, and addresses that are multiples of
     16 bytes where those of the first were. `aligned=False` says that tensors from outside may begin anywhere: then
-    Triton looks for other code.
+    Triton looks for other code. While hooks are told of launches (Triton's own profiler), all go Triton's own way.
     """
 
-    __slots__ = ("_again", "_grid", "_kernel", "_settings", "_sizes")
+    __slots__ = ("_after", "_before", "_grid", "_kernel", "_run", "_settings")
 
-    def __init__(self, kernel: Any, programs: int, **settings: Any) -> None:
-        """settings: the kernel's `constexpr` parameters, which come last in it, and options of the compiler."""
-        self._kernel = kernel
-        self._grid = (programs, 1, 1)
-        self._settings = settings
-        self._sizes = tuple(settings[name] for name in kernel.arg_names if name in settings)
-        self._again: Callable[..., object] | None = None
+    def __init__(self, kernel: Any, programs: int, **shared: Any) -> None:
+        """shared: arguments by the kernel's parameters, compile-time ones (in capitals, and last) among them, and options
+        of the compiler. The parameters that it lacks stand side by side.
+        """
+        names = kernel.arg_names
+        own = [place for place, name in enumerate(names) if name not in shared] or [len(names)]
+        self._kernel, self._grid = kernel, (programs, 1, 1)
+        self._before = tuple(shared.pop(name) for name in names[: own[0]])
+        self._after = tuple(shared.pop(name) for name in names[own[-1] + 1 :] if not name.isupper())
+        self._settings = shared
+        self._run: Callable[..., object] | None = None
 
     def __call__(self, *arguments: Any, aligned: bool = True) -> None:
-        """Launch the kernel; the arguments are those before its settings."""
-        if aligned and self._again is not None:
-            self._again(*arguments, *self._sizes)
+        """Launch the kernel with the arguments that are not shared."""
+        if aligned and self._run is not None and not _listened():
+            self._run(*arguments)
             return
-        compiled = self._kernel[self._grid](*arguments, **self._settings)
+        compiled = self._kernel[self._grid](*self._before, *arguments, *self._after, **self._settings)
+        # the interpreter and asynchronous compilation return no compiled kernel
         if aligned and DIRECT and hasattr(compiled, "packed_metadata"):
-            # nothing of the kind comes from the interpreter, or while Triton compiles beside the program
-            self._again = compiled[self._grid]
+            self._run = self._straight(compiled)
+
+    def _straight(self, compiled: Any) -> Callable[..., object]:
+        """What Triton does once it has found the compiled code, on the device that is current now."""
+        from triton.runtime import driver
+
+        device, stream_of, run = driver.active.get_current_device(), driver.active.get_current_stream, compiled.run
+        near = any(tensor.is_cuda for tensor in _tensors(self._before + self._after))
+        before, after = addresses(self._before, near), addresses(self._after, near)
+        sizes = tuple(self._settings[name] for name in self._kernel.arg_names if name in self._settings)
+        # the last three: nothing for hooks, which nobody has set
+        before = (compiled.function, compiled.packed_metadata, None, None, None, *before)
+        programs, after = self._grid[0], (*after, *sizes)
+        return lambda *arguments: run(programs, 1, 1, stream_of(device), *before, *arguments, *after)
+
+
+def _listened() -> bool:
+    """Whether hooks are to be told of launches."""
+    from triton import knobs
+
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    # a chain of hooks, or in other versions a hook or None
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

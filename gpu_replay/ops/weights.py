@@ -24,6 +24,9 @@ class Drawn(NamedTuple):
     beta: float = 0.0
 
 
+NOT_DRAWN = Drawn()
+
+
 def weight_programs(batch: int, interpreted: bool) -> tuple[int, int]:
     """The programs of a launch that finish a batch, and the draws of each; none for no batch."""
     # one draw per thread: more would need more registers than the gather that they are part of

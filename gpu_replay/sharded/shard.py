@@ -86,7 +86,7 @@ class Shard(ReplayBuffer):
         self._check_enough(batch)
         chance = batch - self._sampler.newest_of(batch)
         step = self._counters[Counter.STEP].to(torch.float64)
-        slots, probability, finish = self._engine.sample_later(batch, beta)
+        slots, probability, finish = self._engine.sample_unfinished(batch, beta)
         lowest = self._lowest_drawn(slots[:chance], probability[:chance])
         level = self.total().to(torch.float64).log2() - self._exponent(step, beta) * lowest.log2()
         return ShardDraw(finish, chance, level)
