@@ -126,10 +126,10 @@ class Sampler(ABC):
         """Rows at the end of a batch of `batch` rows that are the newest."""
         return 0
 
-    def distinct(self, batch: int) -> int:
-        """The least number of transitions that a batch needs; at least one is always needed."""
+    def needs(self, batch: int) -> tuple[int, int]:
+        """Rows of a batch that are the newest, and how many transitions it needs at least, if more than one."""
         newest = self.newest_of(batch)
-        return max(newest, self.base.distinct_rows(batch - newest))
+        return newest, max(newest, self.base.distinct_rows(batch - newest))
 
     @property
     def needs_start_tree(self) -> bool:

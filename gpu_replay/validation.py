@@ -80,25 +80,31 @@ def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(array)
 
 
-def is_ready(value: Any, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> bool:
-    """Whether a kernel can read a value as it is: a dense tensor of this dtype and shape on the device, whose numbers
-    lie end to end in memory that begins as torch's own does.
+def are_ready(
+    values: Mapping[str, Any], expected: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], device: torch.device
+) -> bool:
+    """Whether a kernel can read the values as they are: each a dense tensor of its expected dtype and shape on the
+    device, whose numbers lie end to end in memory that begins as torch's own does.
     """
     try:
-        return (
-            type(value) is Tensor
-            and value.dtype is dtype
-            and value.shape == shape
-            and value.device == device
-            and value.is_contiguous()
-            and not value.is_neg()
-            and value.data_ptr() % ALIGNMENT == 0
-            # zeros without memory have no address
-            and value.data_ptr() != 0
-        )
+        for name, dtype, shape in expected:
+            value = values[name]
+            if (
+                type(value) is not Tensor
+                or value.dtype is not dtype
+                or value.shape != shape
+                or value.device != device
+                or not value.is_contiguous()
+                or value.is_neg()
+                or (address := value.data_ptr()) % ALIGNMENT
+                # zeros without memory have no address
+                or not address
+            ):
+                return False
     except RuntimeError:
         # sparse, nested, or within torch.func
         return False
+    return True
 
 
 def numpy_view(name: str, tensor: Tensor) -> np.ndarray:
@@ -230,10 +236,7 @@ def device_rows(
     """As `host_rows`, tensors for an engine on a device; also whether a kernel can read all of them as they are."""
     sides = getattr(fields[checks[0][0]], "shape", ())
     count = rows if rows is not None else sides[0] if len(sides) else 0
-    for name, field, _, shape in checks:
-        if not is_ready(fields[name], field.dtype, (count, *shape), device):
-            break
-    else:
+    if are_ready(fields, [(name, field.dtype, (count, *shape)) for name, field, _, shape in checks], device):
         return fields, count, True
     values, found = {}, rows
     for name, field, *_ in checks:
@@ -397,8 +400,10 @@ def as_keys(value: Any, device: torch.device) -> Tensor:
     return tensor
 
 
-def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: bool) -> tuple[Any, Any]:
-    """The keys as `as_keys` gives them, and the priorities of them as `as_priorities` does; both as arrays if asked."""
+def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: bool) -> tuple[Any, Any, bool]:
+    """The keys as `as_keys` gives them, and the priorities of them as `as_priorities` does, both as arrays if asked;
+    and whether a kernel can read both as they are.
+    """
     if as_array:
         # fast path: what `sample` returned and a learner has computed; a sum that overflows is looked at again
         plain, numbers = plain_array(keys), plain_array(priorities)
@@ -411,15 +416,15 @@ def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: boo
             and numbers.shape == plain.shape
             and np.vdot(numbers, numbers) < math.inf
         ):
-            return plain, numbers
-    elif getattr(keys, "ndim", 0) == 1 and device.type != "cpu":
+            return plain, numbers, False
+    elif device.type != "cpu" and len(rows := getattr(keys, "shape", ())) == 1:
         # fast path: a kernel can read both
-        rows = keys.shape
-        if is_ready(keys, torch.int64, rows, device) and is_ready(priorities, torch.float32, rows, device):
-            return keys, priorities
+        expected = ("keys", torch.int64, rows), ("priorities", torch.float32, rows)
+        if are_ready({"keys": keys, "priorities": priorities}, expected, device):
+            return keys, priorities, True
     keys = as_keys(keys, device)
     priorities = as_priorities("priorities", priorities, keys.shape[0], device, as_array=as_array)
-    return numpy_view("keys", keys) if as_array else keys, priorities
+    return numpy_view("keys", keys) if as_array else keys, priorities, False
 
 
 def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_array: bool) -> Any:
@@ -448,9 +453,11 @@ def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_
     return numbers if as_array else torch.from_numpy(numbers)
 
 
-def check_batch_size(value: object) -> int:
+def check_batch_size(size: object) -> int:
     """A batch size as an int of at least 1, or TypeError / ValueError."""
-    return check_int("the batch size", value, 1, _MOST_ROWS)
+    if type(size) is int and 0 < size <= _MOST_ROWS:
+        return size
+    return check_int("the batch size", size, 1, _MOST_ROWS)
 
 
 def check_beta(beta: object) -> float | None:

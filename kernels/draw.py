@@ -67,8 +67,8 @@ def draw_kernel(
     levels,
     starts,
     low,
-    ranks,
     counters_ptr,
+    ranks,
     outputs,
     words,
     drawn,
@@ -103,8 +103,8 @@ def draw_kernel(
             blocks; `batch` more words are then taken as well.
     per_...: reciprocals, see `division.py`.
 
-    It leaves in counters[LOWEST] the smallest mass of the batch or, with LOWEST_OF_ALL, of all slots, for the launch that
-    finishes the sample, and changes nothing that lasts.
+    It leaves in counters[LOWEST] the smallest mass of the batch or, with LOWEST_OF_ALL, of all slots, for the launch
+    that finishes the sample, and changes nothing that lasts.
 
     A graph replayed after a `clear` may ask for more than there is: keys then repeat or mean nothing, and all of it
     stays inside.

@@ -9,9 +9,9 @@ from .random import ROUNDS_OF_FEW, floor_of_product, permuted_rank, words_at
 
 @triton.jit(do_not_specialize=["count", "batch", "envs", "steps", "finals", "after"])
 def choose_goals_kernel(
-    keys_ptr,
     streams,
     counters_ptr,
+    slots_ptr,
     outputs,
     count,
     batch,
@@ -41,7 +41,7 @@ def choose_goals_kernel(
     capacity = envs.to(tl.int64) * steps
     row = permuted_rank(draw, live, batch.to(tl.int64), block, seed)
     # rows past the end look at slot 0 and write nothing; slots and steps have 31 bits
-    slot = (tl.maximum(tl.load(keys_ptr + row, mask=live, other=0), 0) % capacity).to(tl.int32)
+    slot = (tl.maximum(tl.load(slots_ptr + row, mask=live, other=0), 0) % capacity).to(tl.int32)
     line = slot // envs
     env = slot - line * envs
     newest = (added % capacity).to(tl.int32) // envs - 1

@@ -116,13 +116,13 @@ def find_highest_kernel(high_ptr, leaves_ptr, counters_ptr, blocks, BLOCKS: tl.c
 
 @triton.jit(do_not_specialize=["rows", "skipped", "capacity", "segment", "inserting"])
 def add_kernel(
-    inputs,
     stores,
     levels,
     extremes,
     rule,
     counters_ptr,
     times_sampled_ptr,
+    inputs,
     keys_ptr,
     priority_ptr,
     rows,
@@ -138,9 +138,10 @@ def add_kernel(
 ):
     """Store transitions, give them their keys and masses, and count them: an `add` is this launch.
 
-    The first `inserting` programs give masses, the others move rows of the fields. The slots form one segment, or two where the ring wraps; each has `segment` programs, a program covers BLOCKS blocks
-    of FANOUT slots. levels, extremes, rule: of the tree, those of blocks of EDGE leaves, and for `mass_of`; empty
-    without priorities. The last program to finish moves the ring on.
+    The first `inserting` programs give masses, the others move rows of the fields. The slots form one segment, or two
+    where the ring wraps; each has `segment` programs, a program covers BLOCKS blocks of FANOUT slots. levels, extremes,
+    rule: of the tree, those of blocks of EDGE leaves, and for `mass_of`; empty without priorities. The last program to
+    finish moves the ring on.
     """
     program = tl.program_id(0).to(tl.int64)
     added = tl.load(counters_ptr + ADDED)

@@ -62,30 +62,33 @@ def gather_rows(sources, outputs, slots_ptr, batch, local, FROM: tl.constexpr, L
 @triton.jit(do_not_specialize=["batch", "blocks_drawn"])
 def gather_kernel(
     sources,
-    outputs,
-    sample,
-    slots_ptr,
     counters_ptr,
+    counted,
     batch,
     blocks_drawn,
+    outputs,
+    slots_ptr,
+    sample,
     beta: tl.float64,
     LAYOUT: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
     """outputs[f][i] = sources[f][slots[i]], scaled and cast; see `ops/ring.py` for LAYOUT.
 
-    With DRAWS the first programs finish as many draws each: see `finish`.
+    With DRAWS the first programs finish as many draws of `sample` each: see `finish`.
     """
     batch = batch.to(tl.int64)
     local = tl.program_id(0).to(tl.int64)
     if DRAWS > 0:
-        local = finish(sample, counters_ptr, local, batch, blocks_drawn, beta, DRAWS)
+        local = finish(sample, counted, counters_ptr, local, batch, blocks_drawn, beta, DRAWS)
     gather_rows(sources, outputs, slots_ptr, batch, local, 0, LAYOUT)
 
 
 @triton.jit
 def write_rows(inputs, stores, added, local, rows, skipped, capacity, LAYOUT: tl.constexpr):
-    """stores[f][(added + i) % capacity] = inputs[f][i] for skipped <= i < rows; a program moves one tile of one field."""
+    """stores[f][(added + i) % capacity] = inputs[f][i] for skipped <= i < rows; a program moves one tile of one
+    field.
+    """
     kept = rows - skipped
     start = (added + skipped) % capacity
     for f in tl.static_range(len(LAYOUT.widths)):

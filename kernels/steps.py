@@ -105,16 +105,16 @@ def final_rows(
     ]
 )
 def add_step_kernel(
-    inputs,
     stores,
     levels,
     extremes,
     eligible,
     rule,
     streams,
-    step,
     counters_ptr,
     times_sampled_ptr,
+    inputs,
+    step,
     keys_ptr,
     envs,
     capacity,
@@ -289,11 +289,11 @@ def add_step_kernel(
 
 @triton.jit(do_not_specialize=["envs", "capacity", "finals", "per_finals"])
 def keep_finals_kernel(
-    inputs,
     pools,
-    step,
     owner_ptr,
     counters_ptr,
+    inputs,
+    step,
     envs,
     capacity,
     finals,

@@ -40,14 +40,14 @@ def window_from(
     N: tl.constexpr,
     TOGETHER: tl.constexpr,
     REWARDED: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):
     """The windows of N steps at most that begin in the slots `start`; TOGETHER steps are loaded at once.
 
-    rewards: pointers to those of all steps and to the powers of gamma, and of windows that are not known to be whole to
-             `left`, the steps that are stored from each start on.
+    rewards: pointers to those of all steps and to the powers of gamma.
+    left:    with PARTIAL, of windows that are not known to be whole, the steps that are stored from each start on.
     returns: their lengths; flags and slots of their last steps; if REWARDED their discounted rewards, float64.
     """
-    PARTIAL: tl.constexpr = len(rewards) > 2
     ENDS: tl.constexpr = (TERMINATED | TRUNCATED | CUT | DEAD) if PARTIAL else (TERMINATED | TRUNCATED)
     length = start * 0
     last = start
@@ -101,21 +101,23 @@ def moved_column(column, down, right, HEIGHT: tl.constexpr, SIDE: tl.constexpr):
 def gather_windows_kernel(
     sources,
     pools,
-    outputs,
-    next_outputs,
-    sample,
-    slots_ptr,
     streams,
     rewards,
-    words,
     counters_ptr,
-    numbers,
+    counted,
     batch,
     num_envs,
     steps,
     span,
     together,
     blocks_drawn,
+    outputs,
+    next_outputs,
+    numbers,
+    slots_ptr,
+    stored,
+    words,
+    sample,
     beta: tl.float64,
     STACKED: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -134,8 +136,9 @@ def gather_windows_kernel(
     sources, pools: the ring, and the kept final observations or ().
     outputs, next_outputs: of `obs` and the other fields, and of `next_obs`.
     streams:   flags, depths and rows of final observations of all steps.
-    rewards:   those of all steps, the powers of gamma and, of the steps of sequences, whose windows may not be whole,
-               how many steps are stored from each on: see `window_from`.
+    rewards:   those of all steps, and the powers of gamma.
+    stored:    (), or, of the steps of sequences, whose windows may not be whole, how many steps are stored from each
+               on: see `window_from`.
     numbers:   outputs for reward and discount and, unless they are those of single steps, terminated and truncated.
     words:     words[0] is the block of the stream by which pictures are moved; () moves none.
 
@@ -148,7 +151,7 @@ def gather_windows_kernel(
     items: see `finish`.
     """
     flags_ptr, depth_ptr, final_ptr = streams
-    PARTIAL: tl.constexpr = len(rewards) > 2
+    PARTIAL: tl.constexpr = len(stored) > 0
     batch = batch.to(tl.int64)
     num_envs = num_envs.to(tl.int64)
     steps = steps.to(tl.int64)
@@ -158,7 +161,7 @@ def gather_windows_kernel(
     # the program's number among those of the weights, then among those of the current field
     local = tl.program_id(0).to(tl.int64)
     if DRAWS > 0:
-        local = finish(sample, counters_ptr, local, batch // span, blocks_drawn, beta, DRAWS)
+        local = finish(sample, counted, counters_ptr, local, batch // span, blocks_drawn, beta, DRAWS)
     for f in tl.static_range(STACKED):
         parts = (LAYOUT.chunks[f] + together - 1) // together if LAYOUT.chunks[f] > 1 else 1
         programs = (batch * STACK + (LAYOUT.rows[f] - 1)) // LAYOUT.rows[f] * parts * KINDS
@@ -179,9 +182,9 @@ def gather_windows_kernel(
                 output = next_outputs[f]
                 left = item
                 if PARTIAL:
-                    left = tl.load(rewards[2] + item, mask=named, other=0)
+                    left = tl.load(stored[0] + item, mask=named, other=0)
                 length, flag, last, _ = window_from(
-                    flags_ptr, rewards, newest, left, named, num_envs, steps, N, TOGETHER, False
+                    flags_ptr, rewards, newest, left, named, num_envs, steps, N, TOGETHER, False, PARTIAL
                 )
                 stays = ((flag & TERMINATED) != 0) & ((flag & KNOWN) == 0)
                 if PARTIAL:
@@ -237,9 +240,9 @@ def gather_windows_kernel(
         start = tl.load(slots_ptr + item, mask=live, other=0)
         left = item
         if PARTIAL:
-            left = tl.load(rewards[2] + item, mask=live, other=0)
+            left = tl.load(stored[0] + item, mask=live, other=0)
         length, flag, last, reward = window_from(
-            flags_ptr, rewards, start, left, live, num_envs, steps, N, TOGETHER, True
+            flags_ptr, rewards, start, left, live, num_envs, steps, N, TOGETHER, True, PARTIAL
         )
         terminated = (flag & TERMINATED) != 0
         discount = tl.load(rewards[1] + length, mask=live & ~terminated, other=0.0)

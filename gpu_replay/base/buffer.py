@@ -10,7 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -82,6 +82,7 @@ class Buffer(ABC):
         self._capacity = capacity
         self._fields = fields
         self._sampler = check_sampler(sampler)
+        self._needs = lru_cache(64)(sampler.needs)
         self._device = check_device(device)
         self._placement = check_placement(self._device, storage_device, storage_path)
         self._seed = validation.check_int("seed", seed)
@@ -96,7 +97,7 @@ class Buffer(ABC):
 
         # inference tensors could not be written outside of inference mode; calls on other streams come after what is
         # allocated and filled on this one
-        with torch.inference_mode(False), self._stream_order.ordered():
+        with torch.inference_mode(False), self._stream_order:
             self._storage = self._make_storage()
             self._state = DrawState(
                 *(sampler, capacity, self._device, self._backend, self._seed),
@@ -286,7 +287,7 @@ class Buffer(ABC):
 
         available: how many it can draw from, where that is known.
         """
-        newest, distinct = self._sampler.newest_of(batch), self._sampler.distinct(batch)
+        newest, distinct = self._needs(batch)
         count = 0
         if newest <= batch:
             count = self._engine.count_at_least(max(distinct, 1), skipped) if available is None else available
@@ -321,9 +322,9 @@ class Buffer(ABC):
         if is_dynamo_compiling():
             self._operators.update(keys, priorities)
             return
-        keys, priorities = validation.as_update(keys, priorities, self._device, as_array=self._on_host)
+        keys, priorities, ready = validation.as_update(keys, priorities, self._device, as_array=self._on_host)
         with self._lock:
-            self._draws.update(keys, priorities)
+            self._draws.update(keys, priorities, ready)
 
     def clear(self) -> None:
         """Forget all transitions; keys go on counting, and so do the counts of `stats()`.
@@ -460,7 +461,7 @@ class Buffer(ABC):
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Exclude all other calls, on host and device, for operations that the engine does not order itself."""
-        with self._lock, self._stream_order.ordered():
+        with self._lock, self._stream_order:
             yield
 
     @contextmanager

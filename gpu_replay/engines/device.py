@@ -7,16 +7,18 @@ refuse a sample from too few transitions without asking.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpu_replay.engines.device_sampler import DeviceSampler, Sample
 from gpu_replay.engines.storage import Storage, check_live
-from gpu_replay.ops.launch import plans
-from gpu_replay.ops.priorities import plan_add
+from gpu_replay.ops.launch import allocator, plans
+from gpu_replay.ops.priorities import Add, plan_add
 from gpu_replay.ops.ring import plan_gather
-from gpu_replay.ops.weights import NOT_DRAWN, Drawn
+from gpu_replay.ops.weights import Finish, Gather
 
 # slots and probabilities of a sample, and what counts and returns it
 Unfinished = tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]]
@@ -35,38 +37,43 @@ class DeviceEngine:
         self._storage = storage
         stores, fields, counters, masses = storage.tensors, storage.fields, draws.counters, draws.masses
         # none of these refers to this object: a buffer that nobody holds gives its memory back at once
-        reads = self._reads = plans(lambda rows: plan_gather(stores, fields, rows, counters, drawn=False))
+        reads = self._reads = plans(lambda rows: plan_gather(stores, fields, rows, counters))
 
         def make_sample(batch: int, scheduled: bool) -> Sample:
-            gather = plan_gather(stores, fields, batch, counters, drawn=True)
-            return draws.make_sample(batch, scheduled, lambda slots, words, sample: gather(slots, sample))
+            return draws.make_sample(batch, scheduled, lambda end: plan_gather(stores, fields, batch, counters, end))
 
         def make_unfinished(batch: int, scheduled: bool) -> Callable[[float | None], Unfinished]:
-            read, end = reads(batch), plan_gather({}, {}, batch, counters, drawn=True)
-            held: list[tuple[Tensor, Drawn]] = []
+            held: list[tuple[Tensor, Callable[[], dict[str, Tensor]]]] = []
 
-            def gather(slots: Tensor, words: tuple[Tensor, ...], sample: Drawn) -> dict[str, Tensor]:
-                held.append((slots, sample))
-                return read(slots, NOT_DRAWN)
+            def make_gather(end: Finish) -> Gather:
+                read, finish = reads(batch), plan_gather({}, {}, batch, counters, end)
 
-            sample = draws.make_sample(batch, scheduled, gather)
+                def gather(slots: Tensor, *arguments: Any) -> dict[str, Tensor]:
+                    held.append((slots, partial(finish, slots, *arguments)))
+                    return read(slots)
+
+                return gather
+
+            sample = draws.make_sample(batch, scheduled, make_gather)
 
             def unfinished(beta: float | None) -> Unfinished:
                 held.clear()
                 tensors = sample(beta)
-                slots, drawn = held.pop()
-                return slots, tensors["probability"], lambda: tensors | end(slots, drawn)
+                slots, finish = held.pop()
+                return slots, tensors["probability"], lambda: tensors | finish()
 
             return unfinished
 
         # by the batch, and whether a schedule gives beta
         self._samples, self._unfinished = plans(make_sample), plans(make_unfinished)
+
+        def make_add(rows: int, own: torch.dtype | None) -> tuple[Callable[[], Tensor], Add]:
+            times_sampled, given = storage.times_sampled, own is not None
+            add = plan_add(stores, fields, masses, counters, times_sampled, rows, draws.source, given=given)
+            return allocator((rows,), torch.int64, draws.device), add
+
         # by the number of rows and the dtype of their priorities
-        self._adds = plans(
-            lambda rows, own: plan_add(
-                stores, fields, masses, counters, storage.times_sampled, rows, draws.source, given=own is not None
-            )
-        )
+        self._adds = plans(make_add)
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
@@ -96,12 +103,15 @@ class DeviceEngine:
         ready: whether a kernel can read the values as they are.
         """
         draws = self.draws
-        with draws.ordered():
+        with draws.order:
             moved, own = draws.on_device(values, priorities, ready)
-            keys = torch.empty(rows, dtype=torch.int64, device=draws.device)
+            new_keys, add = self._adds(rows, None if own is None else own.dtype)
+            keys = new_keys()
             draws.changed()
-            self._adds(rows, None if own is None else own.dtype)(moved, own, keys)
-            if draws.runs_now(rows):
+            add(moved, own, keys, ready)
+            if draws.order.captures:
+                draws.note_captured(rows)
+            else:
                 self.on_replay(rows)
         return keys
 
@@ -110,19 +120,19 @@ class DeviceEngine:
 
         By rank 1 and a sort come first where something has changed.
         """
-        with self.draws.ordered():
+        with self.draws.order:
             return self._samples(batch, beta is None)(beta)
 
     def sample_unfinished(self, batch: int, beta: float | None) -> Unfinished:
         """Slots and probabilities of a sample, and what counts and returns it; not called, nothing has changed."""
-        with self.draws.ordered():
+        with self.draws.order:
             return self._unfinished(batch, beta is None)(beta)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The stored transitions of these keys; KeyError naming the first that is not live. Waits for the device."""
-        with self.draws.ordered():
+        with self.draws.order:
             check_live(keys, *self.draws.span())
-            return self._reads(keys.shape[0])(keys % self._storage.capacity, NOT_DRAWN)
+            return self._reads(keys.shape[0])(keys % self._storage.capacity)
 
     # all that is stored can be read
     stored = read

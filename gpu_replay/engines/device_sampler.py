@@ -17,15 +17,17 @@ from gpu_replay.engines.storage import Storage
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops.counters import NO_MASS, Counter
 from gpu_replay.ops.draw import plan_draw
-from gpu_replay.ops.launch import plans
+from gpu_replay.ops.launch import allocator, plans
 from gpu_replay.ops.priorities import DeviceMasses, plan_update
 from gpu_replay.ops.rank_draw import DeviceRanks
-from gpu_replay.ops.weights import Drawn
+from gpu_replay.ops.weights import Finish, Gather
 from gpu_replay.samplers import LinearSchedule
 from gpu_replay.validation import materialized
 
-# gathers the rows at slots, moved by words of the stream, and finishes their sample
-Gather = Callable[[Tensor, tuple[Tensor, ...], Drawn], dict[str, Tensor]]
+# batch sizes for which memory is kept
+_SIZES_KEPT = 64
+# makes what gathers rows, given what the last launch of their sample counts
+MakeGather = Callable[[Finish], Gather]
 Sample = Callable[[float | None], dict[str, Tensor]]
 
 
@@ -38,8 +40,7 @@ class DeviceSampler:
     def __init__(self, state: DrawState, storage: Storage, stream_order: StreamOrder) -> None:
         self.state = state
         self.counters = state.counters
-        self.stream_order = stream_order
-        self.ordered = stream_order.ordered
+        self.order = stream_order
         self.device = state.counters.device
         # whether adds were captured that others replay, so that the host cannot count on
         self.uncounted = False
@@ -51,6 +52,7 @@ class DeviceSampler:
                 "or a sampler of gpu_replay."
             )
         self._storage = storage
+        self._scratch: dict[int, tuple[Tensor, ...]] = {}
         self._schedule: Tensor | None = None
         self._ranks: DeviceRanks | None = None
         # whether it draws from some of the slots, for one call
@@ -77,7 +79,8 @@ class DeviceSampler:
     @property
     def scratch_bytes(self) -> int:
         """Bytes beside those of the state."""
-        return sum(part.nbytes for part in (self.masses, self._ranks) if part is not None)
+        parts = [part.nbytes for part in (self.masses, self._ranks) if part is not None]
+        return sum(parts) + sum(tensor.nbytes for pair in self._scratch.values() for tensor in pair)
 
     def rebuild(self) -> None:
         """Take over a restored state, whose counters hold the seed. Waits for the device."""
@@ -95,24 +98,21 @@ class DeviceSampler:
 
     def span(self) -> tuple[int, int]:
         """The smallest live key and the next key; waits for the device."""
-        with self.ordered():
+        with self.order:
             counts = self.counters.tolist()
         added = counts[Counter.ADDED]
         return max(counts[Counter.FIRST], added - self.state.slots), added
 
     def capturing(self) -> bool:
         """Whether the calls of this moment go into a graph instead of to the device."""
-        return self.stream_order.capturing()
+        return self.order.capturing()
 
-    def runs_now(self, rows: int) -> bool:
-        """Whether an `add` of these rows runs now; if it is captured, its rows are noted for replays."""
-        if not self.capturing():
-            return True
-        if self.stream_order.recorded is not None:
-            self.stream_order.recorded.rows += rows
+    def note_captured(self, rows: int) -> None:
+        """Note the rows of an `add` that is captured: those who replay it count them, or nobody does."""
+        if self.order.recorded is not None:
+            self.order.recorded.rows += rows
         else:
             self.uncounted = True
-        return False
 
     def moved(self, value: Tensor) -> Tensor:
         """The value on the device, without gaps, and out of pinned memory before its owner can change it."""
@@ -125,7 +125,7 @@ class DeviceSampler:
                     f"a call that is captured in a CUDA graph needs its tensors on {self.device}; found one on "
                     f"{value.device}, which a replay could not read again. Keep one on the device and copy into it."
                 )
-            value = self.stream_order.copied(value) if value.is_pinned() else value.to(self.device, non_blocking=True)
+            value = self.order.copied(value) if value.is_pinned() else value.to(self.device, non_blocking=True)
         return materialized(value).contiguous()
 
     def on_device(
@@ -137,14 +137,14 @@ class DeviceSampler:
         """
         own = None if priorities is None or self.masses is None else self.moved(priorities)
         if ready:
-            self.stream_order.reads(values.values())
+            self.order.reads(values.values())
             return values, own
         return {name: self.moved(value) for name, value in values.items()}, own
 
     def changed(self) -> None:
-        """Note that the stored transitions or their priorities have changed."""
+        """Note, within `ordered`, that the stored transitions or their priorities have changed."""
         if self._ranks is not None:
-            self._ranks.changed(self.capturing())
+            self._ranks.changed(self.order.captures)
 
     def restricted_to(self, allowed: Tensor) -> DeviceSampler:
         """A sampler for one call over the allowed slots alone, (slots,) bool; a few small launches of torch."""
@@ -152,14 +152,30 @@ class DeviceSampler:
         sampler.state, sampler._narrowed = self.state.narrowed(allowed), True
         return sampler
 
+    def _kept(self, batch: int) -> tuple[Tensor, ...]:
+        """Memory for slots and masses of batches of one size, which the launches of one call alone read; () where there
+        are too many sizes to keep it for each. It is never freed before the buffer, since graphs may have captured it.
+        """
+        if batch not in self._scratch and len(self._scratch) < _SIZES_KEPT:
+            self._scratch[batch] = torch.empty((2, batch), dtype=torch.int64, device=self.device).unbind()
+        return self._scratch.get(batch, ())
+
     def make_sample(
-        self, batch: int, scheduled: bool, gather: Gather, *, skipped: int = 0, shifted: bool = False, more: int = 0
+        self,
+        batch: int,
+        scheduled: bool,
+        make_gather: MakeGather,
+        *,
+        skipped: int = 0,
+        shifted: bool = False,
+        more: int = 0,
     ) -> Sample:
-        """A function of beta that samples `batch` rows, none of them from the newest `skipped` slots: 2 launches a call,
-        by rank 1 and a sort before them. The last one gathers and counts; an exception before it leaves all as it was.
+        """A function of beta that samples `batch` rows, none of them from the newest `skipped` slots: 2 launches a
+        call, by rank 1 and a sort before them. The last one gathers and counts; an exception before it leaves all as it
+        was.
 
         scheduled: whether a schedule gives beta. shifted: whether words that move pictures are taken as well.
-        more:      blocks of words that `gather` takes after them.
+        more:      blocks of words that the gather takes after them.
         """
         state, base, ranks, device = self.state, self._base, self._ranks, self.device
         drawn = batch - state.sampler.newest_of(batch)
@@ -173,7 +189,6 @@ class DeviceSampler:
             state.slots,
             tree=state.tree,
             starts=state.eligible_tree,
-            sums=None if ranks is None else ranks.sums,
             tracks_eligibility=state.tracks_eligibility,
             skipped=skipped,
             shifted=shifted,
@@ -182,32 +197,41 @@ class DeviceSampler:
             replacement=base.replacement,
         )
         schedule = (self._schedule,) if scheduled and self._schedule is not None else ()
+        gather = make_gather(Finish(self._storage.times_sampled, blocks + more, schedule))
         fixed = 0.0 if isinstance(base.beta, LinearSchedule) else base.beta
 
+        integers, floats = (allocator((batch,), dtype, device) for dtype in (torch.int64, torch.float32))
+        kept = self._kept(batch)
+
         def sample(beta: float | None) -> dict[str, Tensor]:
-            slots, masses, key = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(3))
-            probability, weight = (torch.empty(batch, dtype=torch.float32, device=device) for _ in range(2))
+            slots, masses = kept or (integers(), integers())
+            key, probability, weight = integers(), floats(), floats()
             words = (torch.empty(1, dtype=torch.int64, device=device),) if shifted else ()
             ranked: tuple[Tensor, ...] = ()
             if ranks is not None and by_rank:
-                ranked = ranks.of(state.masses, skipped) if alone else ranks.current(state.masses, self.capturing())
-            pointers = (slots, masses, weight, self._storage.times_sampled, *schedule)
+                order = ranks.of(state.masses, skipped) if alone else ranks.current(state.masses, self.order.captures)
+                ranked = ranks.sums, *order
             try:
-                draw((slots, key, probability, masses), words, ranked)
-                tensors = gather(slots, words, Drawn(pointers, blocks + more, fixed if beta is None else beta))
+                draw(ranked, (slots, key, probability, masses), words)
+                tensors = gather(slots, words, (slots, masses, weight), fixed if beta is None else beta)
             except BaseException:
                 if not self.capturing():
                     self.counters[Counter.LOWEST] = NO_MASS
                 raise
-            return tensors | {"key": key, "probability": probability, "weight": weight}
+            tensors["key"], tensors["probability"], tensors["weight"] = key, probability, weight
+            return tensors
 
         return sample
 
-    def update(self, keys: Tensor, priorities: Tensor) -> None:
-        """Give live keys their new masses; 1 launch, 2 for thousands of keys."""
+    def update(self, keys: Tensor, priorities: Tensor, ready: bool) -> None:
+        """Give live keys their new masses; 1 launch, 2 for thousands of keys.
+
+        ready: whether a kernel can read both as they are.
+        """
         if keys.numel():
-            with self.ordered():
-                moved, numbers = self.moved(keys), self.moved(priorities)
-                self.stream_order.reads((moved, numbers))
+            with self.order:
+                if not ready:
+                    keys, priorities = self.moved(keys), self.moved(priorities)
+                self.order.reads((keys, priorities))
                 self.changed()
-                self._updates(moved.shape[0], numbers.dtype)(moved, numbers)
+                self._updates(keys.shape[0], priorities.dtype)(keys, priorities, ready)

@@ -6,7 +6,8 @@ starts is known to the device only; the host keeps a lower bound, and reads the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,9 +29,9 @@ from gpu_replay.ops.eligibility import (
 )
 from gpu_replay.ops.frames import plan_gather_sequences, plan_gather_windows
 from gpu_replay.ops.hindsight import gather_goals, goal_blocks, plan_choose_goals, put_goals
-from gpu_replay.ops.launch import plans
+from gpu_replay.ops.launch import allocator, plans
 from gpu_replay.ops.ring import plan_gather
-from gpu_replay.ops.weights import NOT_DRAWN, Drawn
+from gpu_replay.ops.weights import Finish, Gather
 from gpu_replay.validation import as_tensor
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class TrajectoryDeviceEngine:
         self._eligible = self._overwritten = 0
         # none of these refers to this object: a buffer that nobody holds gives its memory back at once
         streams, stores, fields, counters = storage.streams, storage.tensors, storage.fields, draws.counters
+        self._new_keys = allocator((self._shape.num_envs,), torch.int64, draws.device)
         # by the dtype of priorities, and whether final observations come with the step
         self._steps = plans(
             lambda own, with_final: plan_add_step(
@@ -74,41 +76,41 @@ class TrajectoryDeviceEngine:
         )
         self._finals = plans(lambda: plan_keep_finals(streams, storage.finals, fields, counters))
         # windows to read, by their number
-        self._windows = plans(
-            lambda batch: plan_gather_windows(storage, batch, powers, counters, shifted=False, drawn=False)
-        )
+        self._windows = plans(lambda batch: plan_gather_windows(storage, batch, powers, counters, shifted=False))
         # single steps, by their number
-        self._rows = plans(lambda rows: plan_gather(stores, fields, rows, counters, drawn=False))
+        self._rows = plans(lambda rows: plan_gather(stores, fields, rows, counters))
         shifted, num_envs = storage.random_shift > 0, self._shape.num_envs
 
         def make_sample(batch: int, scheduled: bool) -> Sample:
             if relabel is not None and (count := relabel.count(batch)):
-                return make_relabeled(batch, relabel, count, scheduled)
-            gather = plan_gather_windows(storage, batch, powers, counters, shifted=shifted, drawn=True)
-            return draws.make_sample(batch, scheduled, gather, shifted=shifted)
+                more = goal_blocks(count, relabel.strategy)
+                make = partial(make_relabeled, batch, relabel, count)
+                return draws.make_sample(batch, scheduled, make, shifted=shifted, more=more)
+            make = partial(plan_gather_windows, storage, batch, powers, counters, shifted=shifted)
+            return draws.make_sample(batch, scheduled, make, shifted=shifted)
 
         def make_sequences(batch: int, length: int, scheduled: bool, within: DeviceSampler | None = None) -> Sample:
-            gather = plan_gather_sequences(storage, batch, length, powers, counters, shifted=shifted, drawn=True)
+            make = partial(plan_gather_sequences, storage, batch, length, powers, counters, shifted=shifted)
             skipped = (length - 1) * num_envs if within is None else 0
-            return (within or draws).make_sample(batch, scheduled, gather, skipped=skipped, shifted=shifted)
+            return (within or draws).make_sample(batch, scheduled, make, skipped=skipped, shifted=shifted)
 
-        def make_relabeled(batch: int, relabel: Hindsight, count: int, scheduled: bool) -> Sample:
-            achieved, more = relabel.achieved_field, goal_blocks(count, relabel.strategy)
-            windows = plan_gather_windows(storage, batch, powers, counters, shifted=shifted, drawn=False)
-            choose = plan_choose_goals(streams, batch, counters, count, relabel.strategy)
+        def make_relabeled(batch: int, relabel: Hindsight, count: int, end: Finish) -> Gather:
+            achieved, before = relabel.achieved_field, end.blocks - goal_blocks(count, relabel.strategy)
+            windows = plan_gather_windows(storage, batch, powers, counters, shifted=shifted)
+            choose = plan_choose_goals(streams, batch, counters, count, relabel.strategy, before)
             # as they are stored
             raw = {achieved: Field(fields[achieved].shape, fields[achieved].dtype)}
-            rows = plan_gather({achieved: stores[achieved]}, raw, count, counters, drawn=False)
-            end = plan_gather({}, {}, batch, counters, drawn=True)
+            rows = plan_gather({achieved: stores[achieved]}, raw, count, counters)
+            finish = plan_gather({}, {}, batch, counters, end)
             pool, field, stack = storage.finals.get(achieved), fields[relabel.desired_field], streams.shape.stack
 
-            def gather(slots: Tensor, words: tuple[Tensor, ...], sample: Drawn) -> dict[str, Tensor]:
-                tensors, chosen = windows(slots, words, NOT_DRAWN), choose(slots, sample.blocks - more)
-                goals = gather_goals(chosen, rows(chosen.slots, NOT_DRAWN)[achieved], pool, field)
+            def gather(slots: Tensor, words: tuple[Tensor, ...] = (), *arguments: Any) -> dict[str, Tensor]:
+                tensors, chosen = windows(slots, words), choose(slots)
+                goals = gather_goals(chosen, rows(chosen.slots)[achieved], pool, field)
                 relabel.rewrite(tensors, put_goals(tensors, chosen, goals, relabel, stack), storage.gamma)
-                return tensors | end(slots, sample)
+                return tensors | finish(slots, words, *arguments)
 
-            return draws.make_sample(batch, scheduled, gather, shifted=shifted, more=more)
+            return gather
 
         # by what is asked for, and whether a schedule gives beta
         self._samples, self._sequences, self._relabeled = (
@@ -149,19 +151,21 @@ class TrajectoryDeviceEngine:
         ready: whether a kernel can read the values as they are.
         """
         draws = self.draws
-        with draws.ordered():
+        with draws.order:
             # inputs are copied to the device before the first write to the ring, since a copy may fail
             flags = draws.moved(terminated), draws.moved(truncated)
             final_rows = None if finals is None else {name: draws.moved(value) for name, value in finals.items()}
             moved, own = draws.on_device(values, priorities, ready)
-            keys = torch.empty(self._shape.num_envs, dtype=torch.int64, device=draws.device)
+            keys = self._new_keys()
             step = self._steps(None if own is None else own.dtype, final_rows is not None)
             draws.changed()
             # into free rows: only the last launch changes what is stored
             if final_rows is not None:
                 self._finals()(final_rows, *flags)
-            step(moved, *flags, own, keys)
-            if draws.runs_now(self._shape.num_envs):
+            step(moved, *flags, own, keys, ready)
+            if draws.order.captures:
+                draws.note_captured(self._shape.num_envs)
+            else:
                 self.on_replay(self._shape.num_envs)
         return keys
 
@@ -182,7 +186,7 @@ class TrajectoryDeviceEngine:
         place = np.full(len(keys), -1) if finals is None else finals.place
         given = {} if finals is None else {name: torch.as_tensor(rows) for name, rows in finals.rows.items()}
         flags = torch.from_numpy(np.stack((terminated, truncated)))
-        with draws.ordered():
+        with draws.order:
             for begin in range(0, len(keys), together):
                 some = slice(begin, begin + together)
                 pieces = {
@@ -204,7 +208,7 @@ class TrajectoryDeviceEngine:
     def break_streams(self, envs: Tensor) -> None:
         """The next step of these environments, a bool (num_envs,), is the first of an episode."""
         num_envs, flags, draws = self._shape.num_envs, self._storage.streams.flags, self.draws
-        with draws.ordered():
+        with draws.order:
             added = draws.counters[Counter.ADDED]
             # before the first step there is none to mark
             cut = draws.moved(envs).to(torch.uint8) * Flag.CUT * (added > 0)
@@ -237,7 +241,7 @@ class TrajectoryDeviceEngine:
         least = self._at_least() - skipped
         if least >= needed:
             return least
-        with self.draws.ordered():
+        with self.draws.order:
             counts = self.draws.counters.tolist()
             self._eligible, self._overwritten = counts[Counter.ELIGIBLE], 0
             return self._eligible - self._count_newest(counts[Counter.ADDED], skipped)
@@ -264,7 +268,7 @@ class TrajectoryDeviceEngine:
         By rank 1 and a sort come first where something has changed. With `relabel` there are 3 more, and small ones of
         torch; the user's functions run before the sample is counted, so that one that raises leaves all as it was.
         """
-        with self.draws.ordered():
+        with self.draws.order:
             return self._samples(batch, beta is None)(beta)
 
     def sequence_sampler(self, length: int, strict: bool, stride: int) -> tuple[DeviceSampler, int]:
@@ -273,7 +277,7 @@ class TrajectoryDeviceEngine:
         Waits for the device for their number; while capturing it takes them for enough.
         """
         draws = self.draws
-        with draws.ordered():
+        with draws.order:
             added = draws.counters[Counter.ADDED]
             sampler = draws.restricted_to(sequence_starts(self._storage.streams, added, length, strict, stride))
             if draws.capturing():
@@ -284,7 +288,7 @@ class TrajectoryDeviceEngine:
         self, batch: int, length: int, beta: float | None, sampler: DeviceSampler | None = None
     ) -> dict[str, Tensor]:
         """Draw `batch` starts whose `length` steps are stored, from `sampler` if given, and read those steps."""
-        with self.draws.ordered():
+        with self.draws.order:
             if sampler is None:
                 return self._sequences(batch, length, beta is None)(beta)
             return self._make_sequences(batch, length, beta is None, sampler)(beta)
@@ -294,14 +298,14 @@ class TrajectoryDeviceEngine:
 
         Waits for the device.
         """
-        with self.draws.ordered():
+        with self.draws.order:
             slots = keys % self._shape.slots
             check_live(keys, *self.draws.span(), self.draws.state.eligible.masses[slots] > 0)
-            return self._windows(keys.shape[0])(slots, (), NOT_DRAWN)
+            return self._windows(keys.shape[0])(slots)
 
     def stored(self, keys: Tensor) -> dict[str, Tensor]:
         """The single steps of these live keys."""
         storage = self._storage
-        with self.draws.ordered():
+        with self.draws.order:
             slots = keys % self._shape.slots
-            return self._rows(keys.shape[0])(slots, NOT_DRAWN) | endings(storage.streams.flags.take(slots))
+            return self._rows(keys.shape[0])(slots) | endings(storage.streams.flags.take(slots))

@@ -154,7 +154,7 @@ class HostSampler:
 
     # update
 
-    def update(self, keys: np.ndarray, priorities: np.ndarray) -> None:
+    def update(self, keys: np.ndarray, priorities: np.ndarray, ready: bool) -> None:
         """Give live keys the masses of their priorities; the last of a repeated key wins, others are counted."""
         if not keys.size:
             return

@@ -61,15 +61,16 @@ class Recorded:
 
 
 class StreamOrder(AbstractContextManager[None]):
-    """Orders the calls of one buffer on its device; the caller holds the buffer's lock. On a CPU it does nothing.
+    """Orders the calls of one buffer on its device: within it that device is current, and work comes after all earlier
+    calls. The caller holds the buffer's lock. On a CPU it does nothing.
 
     device:      of the buffer.
     interrupted: whether rows of the buffer may be mixtures of two, because a load ended half-way: calls then raise
                  RuntimeError.
-    captures:    whether the calls of the outermost `ordered` go into a graph instead of to the device.
+    captures:    whether the calls of the outermost one go into a graph instead of to the device.
 
     Calls captured into a CUDA graph are not ordered here: they run whenever the graph is replayed, in the order of the
-    captured streams. A replay counts as one call where its owner wraps it in `ordered`.
+    captured streams. A replay counts as one call where its owner wraps it in this.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,40 +81,35 @@ class StreamOrder(AbstractContextManager[None]):
         self.interrupted = self._mending = self.captures = False
         # counts the rows that captured calls add, where the buffer is notified of replays
         self.recorded: Recorded | None = None
-        # nested `ordered` blocks, and what makes the device current within the outermost one
+        # nested blocks, and what makes the device current within the outermost one; a single device always is
         self._depth = 0
-        self._current = torch.cuda.device(self._index) if self._streams else None
+        several = self._streams and torch.cuda.device_count() != 1
+        self._current = torch.cuda.device(self._index) if several else None
         # the stream of the last call, its number and the event at its end, and the stream that the memory belongs to
         self._last: torch.cuda.Stream | None = None
         self._number: int | None = None
         self._home: torch.cuda.Stream | None = None
         self._end: torch.cuda.Event | None = None
-        # where pinned memory was copied since the outermost `ordered` began
+        # where pinned memory was copied since the outermost block began
         self._copying: torch.cuda.Stream | None = None
-
-    def ordered(self) -> AbstractContextManager[None]:
-        """On a GPU, a context that makes the buffer's device current and runs work after all earlier calls.
-
-        The object itself, since a generator takes three times as long to enter and to leave.
-        """
-        return self
 
     def __enter__(self) -> None:
         if self.interrupted and not self._mending:
             raise RuntimeError(_INTERRUPTED)
-        if self._current is None:
+        if not self._streams:
             return
         if self._depth:
             self._depth += 1
             return
-        self._current.__enter__()
+        if self._current is not None:
+            self._current.__enter__()
         try:
             self.captures = torch.cuda.is_current_stream_capturing()
             # a graph cannot wait for an event from outside, nor may anything outside wait for one of its own
             if not self.captures and (number := _stream_number(self._index)) != self._number:
                 self._follow(number)
         except BaseException:
-            self._current.__exit__(None, None, None)
+            self._leave()
             raise
         self._depth = 1
 
@@ -127,7 +123,7 @@ class StreamOrder(AbstractContextManager[None]):
         self._last, self._number = stream, number
 
     def __exit__(self, *error: object) -> None:
-        if self._current is None:
+        if not self._streams:
             return
         self._depth -= 1
         if self._depth:
@@ -140,6 +136,10 @@ class StreamOrder(AbstractContextManager[None]):
                 copying, self._copying = self._copying, None
                 copying.synchronize()
         finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._current is not None:
             self._current.__exit__(None, None, None)
 
     @contextmanager
@@ -152,14 +152,14 @@ class StreamOrder(AbstractContextManager[None]):
             self._mending = False
 
     def reads(self, tensors: Iterable[Tensor]) -> None:
-        """Within `ordered`: keep memory that may belong to other streams until this call has read it."""
+        """Within it: keep memory that may belong to other streams until this call has read it."""
         if self._streams:
             stream = torch.cuda.current_stream(self._index) if self.captures else self._last
             for tensor in tensors:
                 tensor.record_stream(stream)
 
     def copied(self, pinned: Tensor) -> Tensor:
-        """Pinned memory as a tensor on the device, within `ordered`, which ends when the copy is made.
+        """Pinned memory as a tensor on the device, within it; it ends when the copy is made.
 
         The copy waits for nothing that is queued on the device: neither does the host.
         """
@@ -181,7 +181,7 @@ class StreamOrder(AbstractContextManager[None]):
             return torch.cuda.is_current_stream_capturing()
 
     def settle(self) -> None:
-        """Wait, within `ordered`, for the device to do all earlier calls: the host can then touch their memory."""
+        """Wait, within it, for the device to do all earlier calls: the host can then touch their memory."""
         if self._streams:
             torch.cuda.current_stream(self._device).synchronize()
 

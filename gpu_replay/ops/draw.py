@@ -29,7 +29,7 @@ from torch import Tensor
 from gpu_replay.loops import random as random_loops
 from gpu_replay.loops import tree as tree_loops
 from gpu_replay.ops.counters import NO_MASS, blocks_for
-from gpu_replay.ops.launch import Launch
+from gpu_replay.ops.launch import Launch, per_program, reciprocal
 from gpu_replay.ops.mass_tree import MassTree
 
 
@@ -188,19 +188,6 @@ def lowest_mass(tree: MassTree) -> Tensor:
 BASE = 32
 
 
-def per_program(gpu: int, count: int, interpreted: bool, most: int = 1024) -> int:
-    """Items of one program, a power of two: `gpu` on a GPU whatever the count, as another number is a kernel more.
-
-    Under the interpreter, where each program instance costs about 1 ms, all of `count`, but no more than `most`.
-    """
-    return min(most, 1 << (count - 1).bit_length()) if interpreted else gpu
-
-
-def reciprocal(divisor: int) -> int:
-    """The reciprocal by which kernels divide: see `kernels/division.py`."""
-    return (2**63 - 1) // divisor
-
-
 class LeafBlocks(NamedTuple):
     """The blocks of a tree's leaves, the programs that look for an extreme in them, and the blocks of each."""
 
@@ -233,7 +220,6 @@ def plan_draw(
     *,
     tree: MassTree | None = None,
     starts: MassTree | None = None,
-    sums: Tensor | None = None,
     tracks_eligibility: bool = False,
     skipped: int = 0,
     shifted: bool = False,
@@ -242,12 +228,12 @@ def plan_draw(
     replacement: bool = False,
 ) -> tuple[Callable[..., None], int]:
     """Device: a function that draws `drawn` rows and takes the newest for the rest of the batch, by one launch, and the
-    blocks of random words that it takes. Its arguments: (batch,) slots, keys, probabilities and masses to be filled,
-    where to put the place of the words for shifts, or (), and the ranks, or ().
+    blocks of random words that it takes. Its arguments: () or, to draw by rank, the sums of the masses of the ranks up
+    to each, the ages in order of rank and their number, without the skipped slots; (batch,) slots, keys, probabilities
+    and masses to be filled; where to put the place of the words for shifts, or ().
 
     tree:    of masses, to draw by mass.
     starts:  of ones for eligible starts, for uniform draws and the newest; None where all stored slots can be drawn.
-    sums:    of the masses of the ranks up to each, to draw by rank. The lists must lack the skipped slots.
     tracks_eligibility: whether stored slots exist that cannot be drawn.
     skipped: slots of the newest keys that are left out; less than all.
     shifted: whether `batch` random words are taken after the draw's own.
@@ -282,6 +268,19 @@ def plan_draw(
     launch = Launch(
         draw_kernel,
         programs + leaves.programs,
+        levels=levels,
+        starts=newest,
+        low=low,
+        counters_ptr=counters,
+        drawn=drawn,
+        batch=batch,
+        capacity=capacity,
+        skipped=skipped,
+        per_drawn=reciprocal(max(drawn, 1)),
+        per_capacity=reciprocal(capacity),
+        blocks=leaves.blocks,
+        draw_programs=programs,
+        blocks_drawn=own,
         BY=by,
         DRAWS=draws,
         DIGITS=digits_for(capacity) if by == "rank" else 0,
@@ -291,11 +290,4 @@ def plan_draw(
         SKIPS=skipped > 0,
         LOWEST_OF_ALL=by_priority and lowest_of_all,
     )
-    reciprocals = reciprocal(max(drawn, 1)), reciprocal(capacity)
-    numbers = (drawn, batch, capacity, skipped, *reciprocals, leaves.blocks, programs, own)
-
-    def draw(outputs: tuple[Tensor, ...], words: tuple[Tensor, ...] = (), ranked: tuple[Tensor, ...] = ()) -> None:
-        ranks = () if sums is None or not by_priority else (sums, *ranked)
-        launch(levels, newest, low, ranks, counters, outputs, words, *numbers)
-
-    return draw, own + blocks_for(batch if shifted else 0)
+    return launch, own + blocks_for(batch if shifted else 0)

@@ -19,10 +19,9 @@ from gpu_replay.fields import Field
 from gpu_replay.loops.constants import Flag as Flag
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.draw import reciprocal
-from gpu_replay.ops.launch import Launch, aligned
+from gpu_replay.ops.launch import Launch, aligned, reciprocal
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.priorities import DeviceMasses, plan_highest
+from gpu_replay.ops.priorities import DeviceMasses, mass_arguments, plan_highest
 from gpu_replay.ops.ring import moved_rows
 
 
@@ -181,9 +180,9 @@ def plan_add_step(
     source: int | None,
     *,
     with_final: bool,
-) -> Callable[[Mapping[str, Tensor], Tensor, Tensor, Tensor | None, Tensor], None]:
-    """Device: store a step, by its flags `terminated` and `truncated`, (num_envs,) bool, and its
-    priorities or None, and put its keys into a (num_envs,) int64; one launch a call.
+) -> Callable[[Mapping[str, Tensor], Tensor, Tensor, Tensor | None, Tensor, bool], None]:
+    """Device: store a step, by its flags `terminated` and `truncated`, (num_envs,) bool, and its priorities or None,
+    and put its keys into a (num_envs,) int64; one launch a call. Its last argument says that all values are aligned.
 
     masses, eligible_tree: the trees that this buffer keeps over the starts of windows, one or both.
     source:        where the initial mass is found if it is there; else it is the one given to `masses`.
@@ -204,33 +203,28 @@ def plan_add_step(
     layout, moving = moved_rows(tuple(fields.values()), shape.num_envs, interpreted)
     stepping = -(-shape.num_envs // envs)
     find_highest = plan_highest(masses, counters) if source == Counter.HIGHEST else None
-    tensors = (
-        tuple(stores[name] for name in names),
-        tree.levels,
-        () if masses is None else masses.extremes,
-        () if masses is None or eligible_tree is None else eligible_tree.levels,
-        () if masses is None else masses.rule,
-        streams.tensors,
-    )
-    numbers = (
-        shape.num_envs,
-        shape.slots,
-        shape.stack,
-        shape.n_step,
-        shape.finals,
-        reciprocal(shape.slots),
-        reciprocal(shape.num_envs * (shape.n_step + 1)),
-        reciprocal(max(1, shape.finals)),
-        stepping,
-    )
     launch = Launch(
         add_step_kernel,
         stepping + moving,
+        stores=tuple(stores[name] for name in names),
+        **{**mass_arguments(masses), "levels": tree.levels},
+        eligible=() if masses is None or eligible_tree is None else eligible_tree.levels,
+        streams=streams.tensors,
+        counters_ptr=counters,
+        times_sampled_ptr=times_sampled,
+        envs=shape.num_envs,
+        capacity=shape.slots,
+        stack=shape.stack,
+        n_step=shape.n_step,
+        finals=shape.finals,
+        per_capacity=reciprocal(shape.slots),
+        per_lines=reciprocal(shape.num_envs * (shape.n_step + 1)),
+        per_finals=reciprocal(max(1, shape.finals)),
+        stepping=stepping,
         LAYOUT=layout,
         ENVS=envs,
         AGES=ages,
         FRAMES=frames,
-        ORDERED=masses is not None and masses.ordered,
         SOURCE=-1 if source is None else source,
         NEXT_STEP=shape.next_step,
         WITH_FINALS=with_final and shape.finals > 0,
@@ -238,7 +232,12 @@ def plan_add_step(
     )
 
     def add_step(
-        values: Mapping[str, Tensor], terminated: Tensor, truncated: Tensor, priorities: Tensor | None, keys: Tensor
+        values: Mapping[str, Tensor],
+        terminated: Tensor,
+        truncated: Tensor,
+        priorities: Tensor | None,
+        keys: Tensor,
+        ready: bool,
     ) -> None:
         if find_highest is not None:
             find_highest()
@@ -246,7 +245,7 @@ def plan_add_step(
         step: tuple[Tensor, ...] = (terminated.view(torch.uint8), truncated.view(torch.uint8))
         if masses is not None and priorities is not None:
             step = (*step, priorities)
-        launch(inputs, *tensors, step, counters, times_sampled, keys, *numbers, aligned=aligned(*inputs, *step))
+        launch(inputs, step, keys, aligned=(ready or aligned(*inputs)) and aligned(*step))
 
     return add_step
 
@@ -254,8 +253,8 @@ def plan_add_step(
 def plan_keep_finals(
     streams: Streams, pools: Mapping[str, Tensor], fields: Mapping[str, Field], counters: Tensor
 ) -> Callable[[Mapping[str, Tensor], Tensor, Tensor], None]:
-    """Device: copy the final observations that the next `plan_add_step` will keep, by its flags, to their rows; one launch
-    a call, which changes nothing that is stored.
+    """Device: copy the final observations that the next `plan_add_step` will keep, by its flags, to their rows; one
+    launch a call, which changes nothing that is stored.
 
     pools: (finals, *shape) of each observation field. The calls are given the same names, (num_envs, *shape).
     """
@@ -263,14 +262,23 @@ def plan_keep_finals(
 
     shape, names, targets = streams.shape, tuple(pools), tuple(pools.values())
     layout, programs = moved_rows(tuple(fields[name] for name in names), shape.num_envs, counters.device.type == "cpu")
-    launch = Launch(keep_finals_kernel, programs, LAYOUT=layout, HINDSIGHT=shape.hindsight)
-    numbers = shape.num_envs, shape.slots, shape.finals, reciprocal(max(1, shape.finals))
+    launch = Launch(
+        keep_finals_kernel,
+        programs,
+        pools=targets,
+        owner_ptr=streams.owner,
+        counters_ptr=counters,
+        envs=shape.num_envs,
+        capacity=shape.slots,
+        finals=shape.finals,
+        per_finals=reciprocal(max(1, shape.finals)),
+        LAYOUT=layout,
+        HINDSIGHT=shape.hindsight,
+    )
 
     def keep_finals(finals: Mapping[str, Tensor], terminated: Tensor, truncated: Tensor) -> None:
-        values, step = (
-            tuple([finals[name] for name in names]),
-            (terminated.view(torch.uint8), truncated.view(torch.uint8)),
-        )
-        launch(values, targets, step, streams.owner, counters, *numbers, aligned=aligned(*values, *step))
+        values = tuple([finals[name] for name in names])
+        step = terminated.view(torch.uint8), truncated.view(torch.uint8)
+        launch(values, step, aligned=aligned(*values, *step))
 
     return keep_finals

@@ -19,11 +19,11 @@ from gpu_replay.ops.batch_memory import LARGE, BatchMemory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag, Streams, endings
 from gpu_replay.ops.frame_tiles import moved_frames
-from gpu_replay.ops.launch import Launch
+from gpu_replay.ops.launch import Launch, allocator
 from gpu_replay.ops.ring import as_numpy, as_sampled, tensor_of
 from gpu_replay.ops.threads import LARGE as LARGE_GATHER
 from gpu_replay.ops.threads import in_parts, threads_for
-from gpu_replay.ops.weights import Drawn, weight_programs
+from gpu_replay.ops.weights import NOTHING_TO_FINISH, Finish, Gather, weight_programs
 
 # bytes of a piece that is gathered and converted while it is in the cache
 _PIECE = 2**19
@@ -165,42 +165,53 @@ class StepStore(Protocol):
 
 
 def plan_gather_windows(
-    storage: StepStore, batch: int, powers: Tensor, counters: Tensor, *, shifted: bool, drawn: bool
-) -> Callable[[Tensor, tuple[Tensor, ...], Drawn], dict[str, Tensor]]:
-    """Device: all that a batch holds of the eligible starts in (B,) slots, and the weights of their draw if asked for;
-    one launch a call.
+    storage: StepStore, batch: int, powers: Tensor, counters: Tensor, finish: Finish | None = None, *, shifted: bool
+) -> Gather:
+    """Device: all that a batch holds of the eligible starts in (B,) slots; one launch a call. With `finish` it also
+    ends their sample.
 
     powers:  (n_step + 1,) float64 of gamma, as `powers_of` gives them.
-    shifted: whether pictures are moved, by B words of the random stream, whose place in it, (1,) int64, is given too.
-    drawn: whether weights are asked for, all of them with a schedule or all of them without one.
+    shifted: whether pictures are moved, by B words of the random stream.
     """
-    forms = _forms(storage, batch)
-    launch = _plan_launch(storage, batch, counters, 1, shifted=shifted, drawn=drawn)
+    new = _allocators(_forms(storage, batch), counters.device)
+    launch = _plan_launch(storage, batch, powers, counters, 1, finish, shifted=shifted)
 
-    def gather(slots: Tensor, words: tuple[Tensor, ...] = (), sample: Drawn = Drawn()) -> dict[str, Tensor]:
-        out = _outputs(forms, counters.device)
-        launch(slots, out, words, sample, powers)
+    def gather(
+        slots: Tensor, words: tuple[Tensor, ...] = (), sample: tuple[Tensor, ...] = (), beta: float = 0.0
+    ) -> dict[str, Tensor]:
+        out = {name: make() for name, make in new}
+        launch(out, slots, (), words, sample, beta)
         return out
 
     return gather
 
 
 def plan_gather_sequences(
-    storage: StepStore, batch: int, length: int, powers: Tensor, counters: Tensor, *, shifted: bool, drawn: bool
-) -> Callable[[Tensor, tuple[Tensor, ...], Drawn], dict[str, Tensor]]:
+    storage: StepStore,
+    batch: int,
+    length: int,
+    powers: Tensor,
+    counters: Tensor,
+    finish: Finish | None = None,
+    *,
+    shifted: bool,
+) -> Gather:
     """Device: `length` steps from each of (B,) slots on, [B, length, ...], with the windows of each, and the mask of
     those of its episode.
 
-    powers, shifted, drawn: as in `plan_gather_windows`. Besides one launch for the values a few small ones of torch
+    powers, finish, shifted: as in `plan_gather_windows`. Besides one launch for the values a few small ones of torch
     find slots and mask.
     """
     shape, device, all_flags = storage.streams.shape, counters.device, storage.streams.flags
     envs, rows = shape.num_envs, (batch, length)
     # how single steps ended, their flags say
     forms = [form for form in _forms(storage, *rows) if form[0] not in ("terminated", "truncated")]
-    launch = _plan_launch(storage, batch * length, counters, length, shifted=shifted, drawn=drawn)
+    new = _allocators(forms, device)
+    launch = _plan_launch(storage, batch * length, powers, counters, length, finish, shifted=shifted)
 
-    def gather(starts: Tensor, words: tuple[Tensor, ...] = (), sample: Drawn = Drawn()) -> dict[str, Tensor]:
+    def gather(
+        starts: Tensor, words: tuple[Tensor, ...] = (), sample: tuple[Tensor, ...] = (), beta: float = 0.0
+    ) -> dict[str, Tensor]:
         slots = (starts[:, None] + torch.arange(0, length * envs, envs, device=device)) % shape.slots
         # steps that are stored after each: the newest one lies before the next
         left = (counters[Counter.ADDED] - 1 - starts) // envs % shape.steps
@@ -209,8 +220,8 @@ def plan_gather_sequences(
         # a step belongs to the first episode while none before it ended
         ends = flags & _ENDS
         mask = ends.cumsum(dim=1) == ends
-        out = _outputs(forms, device)
-        launch(slots.view(-1), out, words, sample, powers, left.view(-1))
+        out = {name: make() for name, make in new}
+        launch(out, slots.view(-1), (left.view(-1),), words, sample, beta)
         return {**out, **endings(flags), "mask": mask}
 
     return gather
@@ -239,17 +250,23 @@ def _forms(storage: StepStore, *batch: int) -> list[Form]:
     return [(name, (*batch, *sides), dtype) for name, (dtype, sides) in outputs.items()]
 
 
-def _outputs(forms: Iterable[Form], device: torch.device) -> dict[str, Tensor]:
-    """Empty tensors of these forms, by name."""
-    return {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in forms}
+def _allocators(forms: Iterable[Form], device: torch.device) -> list[tuple[str, Callable[[], Tensor]]]:
+    """What makes tensors of these forms, by name."""
+    return [(name, allocator(shape, dtype, device)) for name, shape, dtype in forms]
 
 
 def _plan_launch(
-    storage: StepStore, batch: int, counters: Tensor, span: int, *, shifted: bool, drawn: bool
+    storage: StepStore,
+    batch: int,
+    powers: Tensor,
+    counters: Tensor,
+    span: int,
+    finish: Finish | None,
+    *,
+    shifted: bool,
 ) -> Callable[..., None]:
-    """A function that fills outputs of windows, by name. It takes the slots of their starts, the outputs, where random
-    words are, the weights that are pending, the powers of gamma and, where windows may not be whole, the steps that are
-    stored from each start on.
+    """A function that fills outputs of windows, by name. It takes the outputs, the slots of their starts, the steps
+    that are stored from each start on where windows may not be whole, or (), and the other arguments of a `Gather`.
 
     span: items that are moved alike, and that have one weight.
     """
@@ -261,18 +278,23 @@ def _plan_launch(
     names = [*storage.observations, *(name for name in storage.fields if name not in apart)]
     fields = tuple(storage.fields[name] for name in names)
     layout, together, items, programs = moved_frames(fields, stacked, batch, shape.stack, shifted, interpreted)
-    weights, draws = weight_programs(batch // span if drawn else 0, interpreted)
-    sources = (
-        tuple(storage.tensors[name] for name in names),
-        tuple(storage.finals[name] for name in storage.observations) if shape.finals else (),
-    )
-    step_tensors = (streams.flags, streams.depth, streams.final)
-    numbers = (batch, shape.num_envs, shape.steps, span, together)
-    rewards, next_names = storage.tensors["reward"], [f"next_{name}" for name in storage.observations]
+    weights, draws = weight_programs(batch // span if finish else 0, interpreted)
+    next_names = [f"next_{name}" for name in storage.observations]
     results = "reward", "discount", "terminated", "truncated"
     launch = Launch(
         gather_windows_kernel,
         weights + programs,
+        sources=tuple(storage.tensors[name] for name in names),
+        pools=tuple(storage.finals[name] for name in storage.observations) if shape.finals else (),
+        streams=(streams.flags, streams.depth, streams.final),
+        rewards=(storage.tensors["reward"], powers),
+        counters_ptr=counters,
+        **(finish.arguments if finish else NOTHING_TO_FINISH),
+        batch=batch,
+        num_envs=shape.num_envs,
+        steps=shape.steps,
+        span=span,
+        together=together,
         STACKED=stacked,
         LAYOUT=layout,
         ITEMS=items,
@@ -288,21 +310,8 @@ def _plan_launch(
         enable_fp_fusion=False,
     )
 
-    def fill(slots: Tensor, out: dict[str, Tensor], words: tuple[Tensor, ...], sample: Drawn, *powers: Tensor) -> None:
-        pointers, *weights = sample
-        launch(
-            *sources,
-            tuple([out[name] for name in names]),
-            tuple([out[name] for name in next_names]),
-            pointers,
-            slots,
-            step_tensors,
-            (rewards, *powers),
-            words,
-            counters,
-            tuple([out[name] for name in results if name in out]),
-            *numbers,
-            *weights,
-        )
+    def fill(out: dict[str, Tensor], *arguments: object) -> None:
+        frames, after = tuple([out[name] for name in names]), tuple([out[name] for name in next_names])
+        launch(frames, after, tuple([out[name] for name in results if name in out]), *arguments)
 
     return fill

@@ -20,9 +20,9 @@ from torch import Tensor
 from gpu_replay.fields import Field
 from gpu_replay.loops import goals as loops
 from gpu_replay.ops.counters import blocks_for
-from gpu_replay.ops.draw import PERMUTATION_WORDS, per_program
+from gpu_replay.ops.draw import PERMUTATION_WORDS
 from gpu_replay.ops.eligibility import Streams
-from gpu_replay.ops.launch import Launch
+from gpu_replay.ops.launch import Launch, per_program
 from gpu_replay.ops.ring import as_numpy, as_sampled, converted
 
 Strategy = Literal["future", "final", "episode"]
@@ -156,10 +156,11 @@ def masked_put(target: Tensor, rows: Tensor, known: Tensor | None, values: Tenso
 
 
 def plan_choose_goals(
-    streams: Streams, batch: int, counters: Tensor, count: int, strategy: Strategy
-) -> Callable[[Tensor, int], GoalRows]:
-    """Device: choose `count` rows of a batch in (B,) slots, and their goals; one launch a call, which takes its words from
-    so many blocks of the random stream on.
+    streams: Streams, batch: int, counters: Tensor, count: int, strategy: Strategy, after: int
+) -> Callable[[Tensor], GoalRows]:
+    """Device: choose `count` rows of a batch in (B,) slots, and their goals; one launch a call.
+
+    after: blocks of the random stream that come before its words.
     """
     from gpu_replay.kernels.goals import choose_goals_kernel
 
@@ -168,20 +169,25 @@ def plan_choose_goals(
     launch = Launch(
         choose_goals_kernel,
         -(-count // draws),
+        streams=(streams.flags, streams.depth, streams.spans, streams.parted, streams.final),
+        counters_ptr=counters,
+        count=count,
+        batch=batch,
+        envs=shape.num_envs,
+        steps=shape.steps,
+        finals=shape.finals,
+        after=after,
         LAST=strategy == "final",
         EPISODE=strategy == "episode",
         DRAWS=draws,
     )
-    known_of = (streams.flags, streams.depth, streams.spans, streams.parted, streams.final)
-    numbers = (count, batch, shape.num_envs, shape.steps, shape.finals)
 
-    def choose_goals(drawn: Tensor, after: int) -> GoalRows:
+    def choose_goals(drawn: Tensor) -> GoalRows:
         rows = torch.empty(count, dtype=torch.int64, device=device)
         known = torch.empty(count, dtype=torch.bool, device=device)
         slots = torch.empty(count, dtype=torch.int64, device=device)
         places = torch.empty(count, dtype=torch.int64, device=device) if shape.finals else None
-        outputs = (rows, known, slots) if places is None else (rows, known, slots, places)
-        launch(drawn, known_of, counters, outputs, *numbers, after)
+        launch(drawn, (rows, known, slots) if places is None else (rows, known, slots, places))
         return GoalRows(rows, known, slots, places)
 
     return choose_goals

@@ -6,11 +6,13 @@ were, and makes a key of them to look its compiled code up by: three quarters of
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gpu_replay.validation import ALIGNMENT
@@ -39,6 +41,19 @@ def aligned(*tensors: Tensor) -> bool:
     return True
 
 
+def per_program(gpu: int, count: int, interpreted: bool, most: int = 1024) -> int:
+    """Items of one program, a power of two: `gpu` on a GPU whatever the count, as another number is a kernel more.
+
+    Under the interpreter, where each program instance costs about 1 ms, all of `count`, but no more than `most`.
+    """
+    return min(most, 1 << (count - 1).bit_length()) if interpreted else gpu
+
+
+def reciprocal(divisor: int) -> int:
+    """The reciprocal by which kernels divide: see `kernels/division.py`."""
+    return (2**63 - 1) // divisor
+
+
 def addresses(value: Any, near: bool) -> Any:
     """Tensors as their addresses, also in tuples, which Triton's launcher takes as they are.
 
@@ -58,6 +73,24 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield value
 
 
+# what code that Inductor makes allocates with, by type of device
+EMPTY_STRIDED = {
+    name: make for name in ("cuda", "cpu") if (make := getattr(torch._C._dynamo.guards, f"_empty_strided_{name}", None))
+}
+
+
+def allocator(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """A function that makes tensors of one kind on the current device of this type; their content is anything.
+
+    `torch.empty` looks at its arguments for as long again as memory takes.
+    """
+    make = EMPTY_STRIDED.get(device.type)
+    if make is None:
+        return lambda: torch.empty(shape, dtype=dtype, device=device)
+    strides = tuple(math.prod(max(1, side) for side in shape[place + 1 :]) for place in range(len(shape)))
+    return partial(make, shape, strides, dtype)
+
+
 class Launch:
     """One kernel with its grid and the arguments that all of its launches share; a call brings the others.
 
@@ -70,8 +103,8 @@ class Launch:
     __slots__ = ("_after", "_before", "_grid", "_kernel", "_run", "_settings")
 
     def __init__(self, kernel: Any, programs: int, **shared: Any) -> None:
-        """shared: arguments by the kernel's parameters, compile-time ones (in capitals, and last) among them, and options
-        of the compiler. The parameters that it lacks stand side by side.
+        """shared: arguments by the kernel's parameters, compile-time ones (in capitals, and last) among them, and
+        options of the compiler. The parameters that it lacks stand side by side.
         """
         names = kernel.arg_names
         own = [place for place, name in enumerate(names) if name not in shared] or [len(names)]
@@ -83,32 +116,35 @@ class Launch:
 
     def __call__(self, *arguments: Any, aligned: bool = True) -> None:
         """Launch the kernel with the arguments that are not shared."""
-        if aligned and self._run is not None and not _listened():
+        if aligned and self._run is not None:
             self._run(*arguments)
             return
-        compiled = self._kernel[self._grid](*self._before, *arguments, *self._after, **self._settings)
+        compiled = self._as_triton_does(*arguments)
         # the interpreter and asynchronous compilation return no compiled kernel
         if aligned and DIRECT and hasattr(compiled, "packed_metadata"):
             self._run = self._straight(compiled)
 
+    def _as_triton_does(self, *arguments: Any) -> Any:
+        return self._kernel[self._grid](*self._before, *arguments, *self._after, **self._settings)
+
     def _straight(self, compiled: Any) -> Callable[..., object]:
         """What Triton does once it has found the compiled code, on the device that is current now."""
+        from triton import knobs
         from triton.runtime import driver
 
         device, stream_of, run = driver.active.get_current_device(), driver.active.get_current_stream, compiled.run
         near = any(tensor.is_cuda for tensor in _tensors(self._before + self._after))
-        before, after = addresses(self._before, near), addresses(self._after, near)
         sizes = tuple(self._settings[name] for name in self._kernel.arg_names if name in self._settings)
-        # the last three: nothing for hooks, which nobody has set
-        before = (compiled.function, compiled.packed_metadata, None, None, None, *before)
-        programs, after = self._grid[0], (*after, *sizes)
-        return lambda *arguments: run(programs, 1, 1, stream_of(device), *before, *arguments, *after)
+        # the last three are for hooks
+        before = compiled.function, compiled.packed_metadata, None, None, None, *addresses(self._before, near)
+        programs, after, hooks = self._grid[0], (*addresses(self._after, near), *sizes), knobs.runtime
 
+        def again(*arguments: Any) -> None:
+            # chains of hooks, or in other versions a hook or None
+            enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+            if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+                self._as_triton_does(*arguments)
+            else:
+                run(programs, 1, 1, stream_of(device), *before, *arguments, *after)
 
-def _listened() -> bool:
-    """Whether hooks are to be told of launches."""
-    from triton import knobs
-
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    # a chain of hooks, or in other versions a hook or None
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+        return again

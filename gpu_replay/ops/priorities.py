@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.draw import leaf_blocks, per_program, reciprocal
-from gpu_replay.ops.launch import Launch, aligned
+from gpu_replay.ops.draw import leaf_blocks
+from gpu_replay.ops.launch import Launch, aligned, per_program, reciprocal
 from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import MassTree, fanout_for
 from gpu_replay.ops.ring import moved_rows
+
+# takes values, priorities, keys to be filled, and whether all values are aligned
+Add = Callable[[Mapping[str, Tensor], Tensor | None, Tensor, bool], None]
 
 
 class DeviceMasses:
@@ -77,7 +81,7 @@ def plan_add(
     source: int | None,
     *,
     given: bool,
-) -> Callable[[Mapping[str, Tensor], Tensor | None, Tensor], None]:
+) -> Add:
     """Device: store `rows` transitions with their masses, and put their keys into a (rows,) int64. One launch changes
     all that changes, so that nothing comes between.
 
@@ -95,21 +99,27 @@ def plan_add(
     launch = Launch(
         add_kernel,
         inserting + moving,
+        stores=tuple(stores[name] for name in names),
+        **mass_arguments(masses),
+        counters_ptr=counters,
+        times_sampled_ptr=times_sampled,
+        rows=rows,
+        skipped=skipped,
+        capacity=capacity,
+        segment=segment,
+        inserting=inserting,
         LAYOUT=layout,
         BLOCKS=blocks,
         GIVEN=given,
-        ORDERED=masses is not None and masses.ordered,
         SOURCE=-1 if source is None else source,
     )
     find_highest = plan_highest(masses, counters) if source == Counter.HIGHEST else None
-    targets = tuple(stores[name] for name in names), *_mass_arguments(masses), counters, times_sampled
-    numbers = (rows, skipped, capacity, segment, inserting)
 
-    def add(values: Mapping[str, Tensor], priorities: Tensor | None, keys: Tensor) -> None:
+    def add(values: Mapping[str, Tensor], priorities: Tensor | None, keys: Tensor, ready: bool) -> None:
         if find_highest is not None:
             find_highest()
-        own, inputs = counters if priorities is None else priorities, tuple([values[name] for name in names])
-        launch(inputs, *targets, keys, own, *numbers, aligned=aligned(*inputs, own))
+        inputs, own = tuple(map(values.__getitem__, names)), keys if priorities is None else priorities
+        launch(inputs, keys, own, aligned=(ready or aligned(*inputs)) and (own is keys or aligned(own)))
 
     return add
 
@@ -122,26 +132,41 @@ def plan_highest(masses: DeviceMasses | None, counters: Tensor) -> Callable[[], 
     if tree is None or tree.high is None:
         raise RuntimeError("this tree was made without its largest masses.")
     leaves, high, low = leaf_blocks(tree, counters.device.type == "cpu"), tree.high, tree.levels[0]
-    launch = Launch(find_highest_kernel, leaves.programs, BLOCKS=leaves.per_program)
+    launch = Launch(
+        find_highest_kernel,
+        leaves.programs,
+        high_ptr=high,
+        leaves_ptr=low,
+        counters_ptr=counters,
+        blocks=leaves.blocks,
+        BLOCKS=leaves.per_program,
+    )
 
     def find() -> None:
         # a call that was interrupted may have left one
         counters[Counter.HIGHEST].zero_()
-        launch(high, low, counters, leaves.blocks)
+        launch()
 
     return find
 
 
-def _mass_arguments(masses: DeviceMasses | None) -> tuple[tuple[Tensor, ...], ...]:
-    """Levels, extremes and rule, as the kernels take them."""
-    return ((), (), ()) if masses is None else (masses.tree.levels, masses.extremes, masses.rule)
+def mass_arguments(masses: DeviceMasses | None) -> dict[str, Any]:
+    """Levels, extremes and rule, and whether the leaves are codes, as the kernels take them."""
+    if masses is None:
+        return {"levels": (), "extremes": (), "rule": (), "ORDERED": False}
+    return {
+        "levels": masses.tree.levels,
+        "extremes": masses.extremes,
+        "rule": masses.rule,
+        "ORDERED": masses.ordered,
+    }
 
 
 def plan_update(
     masses: DeviceMasses | None, counters: Tensor, capacity: int, batch: int, *, tracks_eligibility: bool
-) -> Callable[[Tensor, Tensor], None]:
+) -> Callable[[Tensor, Tensor, bool], None]:
     """Device: new masses for live keys, the last of a repeated key; one launch a call, two for more keys than a program
-    takes. All priorities must be of one dtype.
+    takes. All priorities must be of one dtype; the last argument says that both are aligned.
 
     tracks_eligibility: whether stored slots without mass exist, which no update may give any.
     """
@@ -150,28 +175,29 @@ def plan_update(
     interpreted = counters.device.type == "cpu"
     together = keys_together(batch, interpreted) if masses is not None else 0
     draws = together or per_program(128, batch, interpreted)
-    programs, tree, numbers = -(-batch // draws), _mass_arguments(masses), (batch, capacity, reciprocal(capacity))
-    stamps = counters if masses is None else masses.stamps
+    programs, stamps = -(-batch // draws), counters if masses is None else masses.stamps
+    shared: dict[str, Any] = {"counters_ptr": counters, "stamp_ptr": stamps, "batch": batch, "capacity": capacity}
+    shared |= {"per_capacity": reciprocal(capacity), "DRAWS": draws}
     settles = masses is not None and not together
-    stamp = Launch(settle_kernel, programs, DRAWS=draws) if settles else None
+    stamp = Launch(settle_kernel, programs, **shared) if settles else None
     change = Launch(
         update_kernel,
         programs,
+        **shared,
+        **mass_arguments(masses),
         TRACKS_ELIGIBILITY=tracks_eligibility,
-        ORDERED=masses is not None and masses.ordered,
         SETTLES=together > 0,
         num_warps=update_warps(together),
-        DRAWS=draws,
     )
 
-    def update(keys: Tensor, priorities: Tensor) -> None:
-        is_aligned = aligned(keys, priorities)
+    def update(keys: Tensor, priorities: Tensor, ready: bool) -> None:
+        is_aligned = ready or aligned(keys, priorities)
         if stamp is None:
-            change(keys, priorities, *tree, stamps, counters, *numbers, aligned=is_aligned)
+            change(keys, priorities, aligned=is_aligned)
             return
         try:
-            stamp(keys, counters, stamps, *numbers, aligned=is_aligned)
-            change(keys, priorities, *tree, stamps, counters, *numbers, aligned=is_aligned)
+            stamp(keys, aligned=is_aligned)
+            change(keys, priorities, aligned=is_aligned)
         except BaseException:
             # reset the stamps if the second launch failed, since they would win over those of later updates
             stamps.fill_(-1)

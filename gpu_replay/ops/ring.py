@@ -18,9 +18,9 @@ from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.ops.batch_memory import BatchMemory
-from gpu_replay.ops.launch import Launch
+from gpu_replay.ops.launch import Launch, allocator
 from gpu_replay.ops.threads import LARGE, take_rows
-from gpu_replay.ops.weights import Drawn, weight_programs
+from gpu_replay.ops.weights import NOTHING_TO_FINISH, Finish, Gather, weight_programs
 
 Result = TypeVar("Result")
 # puts what comes to a place in an array there
@@ -189,24 +189,39 @@ def layout_of(fields: Sequence[Field], tiles: Sequence[Tile], *, converted: bool
 
 
 def plan_gather(
-    stores: Mapping[str, Tensor], fields: Mapping[str, Field], batch: int, counters: Tensor, *, drawn: bool
-) -> Callable[[Tensor, Drawn], dict[str, Tensor]]:
-    """Device: (B, *shape) rows of every field at (B,) slots, and the end of their sample if they were drawn; one launch
-    a call.
+    stores: Mapping[str, Tensor],
+    fields: Mapping[str, Field],
+    batch: int,
+    counters: Tensor,
+    finish: Finish | None = None,
+) -> Gather:
+    """Device: (B, *shape) rows of every field at (B,) slots; one launch a call. With `finish` it also ends their
+    sample.
     """
     from gpu_replay.kernels.ring import gather_kernel
 
     device, interpreted = counters.device, counters.device.type == "cpu"
     layout, programs = moved_rows(tuple(fields.values()), batch, interpreted, converted=True)
-    weights, draws = weight_programs(batch if drawn else 0, interpreted)
-    launch = Launch(gather_kernel, weights + programs, LAYOUT=layout, DRAWS=draws)
-    sources = tuple(stores[name] for name in fields)
-    forms = [(name, (batch, *field.shape), field.output_dtype) for name, field in fields.items()]
+    weights, draws = weight_programs(batch if finish else 0, interpreted)
+    launch = Launch(
+        gather_kernel,
+        weights + programs,
+        sources=tuple(stores[name] for name in fields),
+        counters_ptr=counters,
+        **(finish.arguments if finish else NOTHING_TO_FINISH),
+        batch=batch,
+        LAYOUT=layout,
+        DRAWS=draws,
+    )
+    new = [(name, allocator((batch, *field.shape), field.output_dtype, device)) for name, field in fields.items()]
 
-    def gather(slots: Tensor, sample: Drawn = Drawn()) -> dict[str, Tensor]:
-        outputs = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in forms}
-        pointers, *numbers = sample
-        launch(sources, tuple(outputs.values()), pointers, slots, counters, batch, *numbers)
+    def gather(
+        slots: Tensor, words: tuple[Tensor, ...] = (), sample: tuple[Tensor, ...] = (), beta: float = 0.0
+    ) -> dict[str, Tensor]:
+        outputs = {}
+        for name, make in new:
+            outputs[name] = make()
+        launch(tuple(outputs.values()), slots, sample, beta)
         return outputs
 
     return gather

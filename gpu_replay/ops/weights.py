@@ -1,30 +1,53 @@
 """The end of a sample on the device: no launch of its own, but a part of the one that gathers its rows.
 
-A weight needs the smallest mass of its batch, which is known once all of it is drawn. The gather makes weights and counts
-the sample beside what it waits for anyway, so that a sample changes nothing before its last launch.
+A weight needs the smallest mass of its batch, which is known once all of it is drawn. The gather makes weights and
+counts the sample beside what it waits for anyway, so that a sample changes nothing before its last launch.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from gpu_replay.ops.draw import per_program
+from gpu_replay.ops.launch import per_program
 
 
-class Drawn(NamedTuple):
-    """A sample that a launch of `kernels/weights.py` finishes.
+class Finish(NamedTuple):
+    """What the launch that ends a sample counts: see `kernels/weights.py`.
 
-    pointers: slots, masses, weights, how often slots were sampled and, instead of `beta`, a schedule; () finishes none.
+    times_sampled: (slots,) int32 how often each slot was sampled. blocks: of random words that the sample takes.
+    schedule:      () or one (3,) float64, the start, change and steps of beta.
     """
 
-    pointers: tuple[Tensor, ...] = ()
-    blocks: int = 0
-    beta: float = 0.0
+    times_sampled: Tensor
+    blocks: int
+    schedule: tuple[Tensor, ...] = ()
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """Arguments of that launch."""
+        return {"counted": (self.times_sampled, *self.schedule), "blocks_drawn": self.blocks}
 
 
-NOT_DRAWN = Drawn()
+NOTHING_TO_FINISH: dict[str, object] = {"counted": (), "blocks_drawn": 0}
+
+
+class Gather(Protocol):
+    """Gathers the rows at (B,) slots on a device, and may end the sample that drew them."""
+
+    def __call__(
+        self,
+        slots: Tensor,
+        words: tuple[Tensor, ...] = (),
+        sample: tuple[Tensor, ...] = (),
+        beta: float = 0.0,
+    ) -> dict[str, Tensor]:
+        """The fields of the rows.
+
+        words:  where the words are that move pictures, (1,) int64, or (). sample: slots, masses and, to be filled,
+                weights of the draw, and `beta` its exponent without a schedule; or () for rows that are read alone.
+        """
 
 
 def weight_programs(batch: int, interpreted: bool) -> tuple[int, int]:

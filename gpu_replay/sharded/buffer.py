@@ -238,7 +238,7 @@ class ShardedReplayBuffer:
 
         # on a GPU the host does not wait where every rank is known to have enough
         late = shard.device.type == "cuda"
-        unread = late and isinstance(batch_size, int) and self._least_size >= max(1, self._sampler.distinct(batch_size))
+        unread = late and isinstance(batch_size, int) and self._least_size >= max(1, self._sampler.needs(batch_size)[1])
         try:
             table = self._group.agree("sample", draw, late=late, unread=unread)
         except Agreed:
@@ -287,7 +287,7 @@ class ShardedReplayBuffer:
 
         def addressed() -> Offer:
             nonlocal rows
-            checked, numbers = validation.as_update(keys, priorities, shard.device, as_array=False)
+            checked, numbers, _ = validation.as_update(keys, priorities, shard.device, as_array=False)
             checked, numbers = checked.to(shard.device), numbers.to(shard.device, torch.float64)
             owner = checked % group.size
             rows = torch.stack([checked, numbers.view(torch.int64)], dim=1)[owner.sort(stable=True).indices]

@@ -195,9 +195,9 @@ def test_pinned_memory_is_released_after_the_last_call_that_uses_it(cuda: FakeCu
     order, side = StreamOrder(CUDA), cuda.Stream()
     block = pinned_block(5000, CUDA, order.drain)
     assert list(cuda.pinned.values()) == [5000]
-    with order.ordered():
+    with order:
         cuda.work("write")
-    with cuda.stream(side), order.ordered():
+    with cuda.stream(side), order:
         cuda.work("gather")
     cuda.work("other")
     assert cuda.waited == set()
@@ -214,7 +214,7 @@ def test_pinned_memory_is_released_after_the_last_call_that_uses_it(cuda: FakeCu
 
 def test_pinned_memory_that_is_dropped_during_a_capture_is_released_later(cuda: FakeCuda) -> None:
     order = StreamOrder(CUDA)
-    with order.ordered():
+    with order:
         cuda.work("call")
     block = pinned_block(100, CUDA, order.drain)
     with cuda.graph(cuda.CUDAGraph(), capture_error_mode="thread_local"):
@@ -237,12 +237,12 @@ def test_memory_that_cannot_be_pinned_is_refused(cuda: FakeCuda) -> None:
 def test_the_host_waits_for_all_calls_before_it_touches_pinned_fields(cuda: FakeCuda) -> None:
     order, side = StreamOrder(CUDA), cuda.Stream()
     for number, stream in enumerate((side, cuda.default, side)):
-        with cuda.stream(stream), order.ordered():
+        with cuda.stream(stream), order:
             cuda.work(f"call {number}")
-    with order.ordered():
+    with order:
         order.settle()
         assert cuda.waited == {"call 0", "call 1", "call 2"}
-    with StreamOrder(CPU).ordered():
+    with StreamOrder(CPU):
         StreamOrder(CPU).settle()
 
 

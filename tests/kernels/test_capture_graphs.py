@@ -55,7 +55,7 @@ class Pretended(Buffer):
         return {}
 
     def _call(self, name: str) -> None:
-        with self._lock, self._stream_order.ordered():
+        with self._lock, self._stream_order:
             self._cuda.work(name)
 
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:

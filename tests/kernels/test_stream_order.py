@@ -42,7 +42,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 def take(order: StreamOrder, cuda: FakeCuda, name: str, stream: Any = None) -> None:
     """One call of the buffer that does one work, on a stream or the current one."""
-    with cuda.stream(stream or cuda.current), order.ordered():
+    with cuda.stream(stream or cuda.current), order:
         cuda.work(name)
 
 
@@ -72,8 +72,8 @@ def test_turns_within_a_turn_are_part_of_it_though_it_raises(cuda: FakeCuda) -> 
     order, side = StreamOrder(CUDA), cuda.Stream()
 
     def half() -> None:
-        with order.ordered():
-            with order.ordered():
+        with order:
+            with order:
                 take(order, cuda, "inner")
             cuda.work("rest")
             raise KeyError
@@ -91,7 +91,7 @@ def test_captured_calls_wait_for_nothing_and_nothing_waits_for_them(cuda: FakeCu
     assert not order.capturing()
     with cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         assert order.capturing()
-        with order.ordered():
+        with order:
             assert order.capturing()
             cuda.work("captured")
     assert [name for name, _ in cuda.done] == ["first"]
@@ -99,7 +99,7 @@ def test_captured_calls_wait_for_nothing_and_nothing_waits_for_them(cuda: FakeCu
     take(order, cuda, "second", other)
     assert cuda.before("second") == {"first"}
     # a replay that takes a turn is ordered as a whole
-    with cuda.stream(side), order.ordered():
+    with cuda.stream(side), order:
         graph.replay()
     assert cuda.before("captured replayed") == {"first", "second"}
     take(order, cuda, "third")
@@ -116,7 +116,7 @@ def test_pinned_memory_is_copied_ahead_of_what_is_queued(cuda: FakeCuda) -> None
 
     cuda.work("queued")
     for _ in range(2):
-        with order.ordered():
+        with order:
             order.copied(SimpleNamespace(to=copy))
             cuda.work("store")
             # one wait for all copies of the call
