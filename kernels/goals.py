@@ -41,7 +41,7 @@ def choose_goals_kernel(
     capacity = envs.to(tl.int64) * steps
     row = permuted_rank(draw, live, batch.to(tl.int64), block, seed)
     # rows past the end look at slot 0 and write nothing; slots and steps have 31 bits
-    slot = (tl.maximum(tl.load(slots_ptr + row, mask=live, other=0), 0) % capacity).to(tl.int32)
+    slot = tl.load(slots_ptr + row, mask=live, other=0).to(tl.int32)
     line = slot // envs
     env = slot - line * envs
     newest = (added % capacity).to(tl.int32) // envs - 1

@@ -11,6 +11,8 @@ import pytest
 import torch
 from guards import guards_fixture as guards_fixture
 
+from gpu_replay.ops.launch import EMPTY_STRIDED
+
 # workers, and processes that tests start: a pool of threads for each of them is slower than none
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # before Triton is imported: without a GPU it interprets the kernels that tests launch
@@ -77,6 +79,12 @@ def default_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """On a GPU only its own code is tested, and beside it the host code, whatever the variable says."""
     if request.node.get_closest_marker("gpu") is not None:
         monkeypatch.delenv("GPU_REPLAY_BACKEND", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def allocations_that_tests_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU batches are allocated by `torch.empty`, which sentinels, modes and planted errors reach."""
+    monkeypatch.delitem(EMPTY_STRIDED, "cpu", raising=False)
 
 
 @pytest.fixture(params=["small", pytest.param("full", marks=pytest.mark.slow)])

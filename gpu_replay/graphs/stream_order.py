@@ -8,7 +8,7 @@ host waits for nothing, and work that other libraries put on those streams is no
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from gpu_replay.validation import record_stream
 
-try:
-    # as Triton and code that Inductor makes ask for it: a number takes a fortieth of the time of an object
-    from torch._C import _cuda_getCurrentRawStream as _stream_number
-except ImportError:
 
-    def _stream_number(index: int) -> int:
-        return int(torch.cuda.current_stream(index).cuda_stream)
+def number_of_current_stream(index: int) -> int:
+    """The number by which CUDA knows the current stream of a device."""
+    return int(torch.cuda.current_stream(index).cuda_stream)
 
+
+# as Triton and code that Inductor makes ask for it, which takes a fortieth of the time of an object
+_stream_number: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", number_of_current_stream)
 
 _INTERRUPTED = (
     "a `load_state_dict` of this buffer was interrupted, so that its rows may be mixtures of two states. Call clear(), "

@@ -107,10 +107,11 @@ class Launch:
         options of the compiler. The parameters that it lacks stand side by side.
         """
         names = kernel.arg_names
-        own = [place for place, name in enumerate(names) if name not in shared] or [len(names)]
+        run_time = [name for name in names if not name.isupper()]
+        own = [place for place, name in enumerate(run_time) if name not in shared] or [len(run_time)]
         self._kernel, self._grid = kernel, (programs, 1, 1)
-        self._before = tuple(shared.pop(name) for name in names[: own[0]])
-        self._after = tuple(shared.pop(name) for name in names[own[-1] + 1 :] if not name.isupper())
+        self._before = tuple(shared.pop(name) for name in run_time[: own[0]])
+        self._after = tuple(shared.pop(name) for name in run_time[own[-1] + 1 :])
         self._settings = shared
         self._run: Callable[..., object] | None = None
 

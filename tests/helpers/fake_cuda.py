@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ class FakeStream:
         self._cuda = cuda
         self.seen: set[str] = set()
         self.captures: FakeGraph | None = None
+        self.cuda_stream = id(self)
 
     def wait_event(self, event: FakeEvent) -> None:
         if (self.captures is not None) != event.captured:
@@ -107,6 +108,7 @@ class FakeCuda:
     def install(self, patch: pytest.MonkeyPatch) -> FakeCuda:
         for name in NAMES:
             patch.setattr(torch.cuda, name, getattr(self, name))
+        patch.setattr(stream_order, "_stream_number", stream_order.number_of_current_stream)
         # what was made before is of another machine
         patch.setattr(stream_order, "_of_thread", stream_order._OfThread())
         for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
@@ -156,9 +158,8 @@ class FakeCuda:
         finally:
             self.current = before
 
-    @contextmanager
-    def device(self, device: Any) -> Iterator[None]:
-        yield
+    def device(self, device: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def current_device(self) -> int:
         return 0

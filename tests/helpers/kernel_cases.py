@@ -78,6 +78,12 @@ FRAMES = {
 SAME_STEP = {"autoreset": "same_step", "padding": "zero"}
 GOALS = {name: Field((3,), torch.float32) for name in ("obs.achieved_goal", "obs.desired_goal")} | ACTION
 
+
+def distances(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+    """Of goals."""
+    return (achieved - desired).abs().flatten(1).sum(1)
+
+
 # name: capacity, fields, sampler, and of a trajectory buffer of two environments further settings
 CASES: dict[str, tuple[Any, ...]] = {
     "classic, 3 levels, all options": (5_000, CLASSIC, EVERYTHING),
@@ -91,7 +97,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "atari to half": (100, FRAMES["atari to half"], Uniform(), {"stack": 4, **SAME_STEP}),
     "atari to bfloat16": (100, FRAMES["atari to bfloat16"], Latest(), {"stack": 2, "random_shift": 4}),
     "atari to float": (100, FRAMES["atari to float"], Combined(EVERYTHING, 3), {"stack": 4, "n_step": 12, **SAME_STEP}),
-    "goals": (5_000, GOALS, PLAIN, {"relabel": Hindsight(reward_fn=torch.dist)}),
+    "goals": (5_000, GOALS, PLAIN, {"relabel": Hindsight(reward_fn=distances)}),
     "steps of vectors": (20_000, VECTORS, Proportional(stratified=False, initial="stored"), {}),
 }
 MORE_CASES: dict[str, tuple[Any, ...]] = {
@@ -109,9 +115,9 @@ MORE_CASES: dict[str, tuple[Any, ...]] = {
     "streams of 4 levels, replacement": (1_000_000, VECTORS, Uniform(replacement=True), {"autoreset": "disabled"}),
     "goals of episodes": (
         *(100, GOALS, Uniform()),
-        {"relabel": Hindsight(reward_fn=torch.dist, strategy="episode"), **SAME_STEP},
+        {"relabel": Hindsight(reward_fn=distances, strategy="episode"), **SAME_STEP},
     ),
-    "last goals": (100, GOALS, Latest(), {"relabel": Hindsight(reward_fn=torch.dist, strategy="final")}),
+    "last goals": (100, GOALS, Latest(), {"relabel": Hindsight(reward_fn=distances, strategy="final")}),
     "shifted bytes": (100, FRAMES["atari"], PLAIN, {"stack": 4, "n_step": 3, "random_shift": 4, **SAME_STEP}),
     "several observations": (
         *(100, {f"obs.{name}": field for name, field in ODD.items()} | {"action": Field((6,), torch.float32)}),
@@ -156,19 +162,14 @@ def calls_of(buffer: Any, rows: int = 9) -> dict[str, Callable[[], object]]:
             "update": lambda: buffer.update_priorities(keys, priorities),
         }
     count = buffer.num_envs
-    given, relabel = rows_of(buffer, count), buffer.relabel
-    windows = {
-        "sequences": lambda: buffer.sample_sequences(5, 2),
-        # goals that no launch has chosen cannot be rewritten
-        "later goals": lambda: buffer._engine.choose_goals(torch.arange(5), 4, relabel.strategy),
-    }
-    del windows["sequences" if relabel else "later goals"]
+    given = rows_of(buffer, count)
     return {
         "step": lambda: buffer.add(**given),
         "step with priority": lambda: buffer.add(**given, priority=torch.ones(count)),
         "step with final observation": lambda: buffer.add(**rows_of(buffer, count, final=True)),
         "starts": lambda: buffer._engine.sample(5, None),
-        **windows,
+        # goals of sequences are not relabelled
+        **({} if buffer.relabel else {"sequences": lambda: buffer.sample_sequences(5, 2)}),
         "update of starts": lambda: buffer.update_priorities(keys, priorities),
     }
 

@@ -27,7 +27,8 @@ from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, T
 from gpu_replay.kernels.division import divided
 from gpu_replay.kernels.random import floor_of_product
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.draw import reciprocal
+from gpu_replay.ops.launch import reciprocal
+from gpu_replay.ops.ring import plan_gather
 
 NUMBER = {"n": Field((), torch.int64)}
 STEPS = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
@@ -73,15 +74,26 @@ class Drawn(Twins):
 
     def compare_within(self, batch: int, skipped: int) -> None:
         """The draw alone, without the newest `skipped` slots."""
-        expected, found = (buffer._engine.draws.draw(batch, 0.5, skipped) for buffer in self.both)
-        assert found.slots.tolist() == expected.slots.tolist()
-        named = self.host._engine.draws.finish({}, expected)
-        assert found.named["key"].tolist() == named["key"].tolist()
-        assert close(found.named["probability"], named["probability"], "probability")
-        counted = [buffer._storage.times_sampled.tolist() for buffer in self.both]
-        assert counted[0] == counted[1]
-        # a draw by priority moves the stream on with the weights, which a gather makes
-        self.tested._counters.copy_(self.host._counters)
+        draws = self.host._engine.draws
+        expected = draws.draw(batch, 0.5, skipped)
+        named = draws.finish({}, expected)
+        found = drawn_on_device(self.tested, batch, skipped)
+        assert found["slots"].tolist() == expected.slots.tolist()
+        assert found["key"].tolist() == named["key"].tolist()
+        for name in ("probability", "weight"):
+            assert close(found[name], named[name], name)
+        self.check()
+
+
+def drawn_on_device(buffer: Any, batch: int, skipped: int = 0) -> dict[str, torch.Tensor]:
+    """A sample of no fields, with its slots."""
+    draws = buffer._engine.draws
+
+    def make_gather(end: Any) -> Any:
+        finish = plan_gather({}, {}, batch, buffer._counters, end)
+        return lambda slots, *others: finish(slots, *others) | {"slots": slots.clone()}
+
+    return draws.make_sample(batch, False, make_gather, skipped=skipped)(0.5)
 
 
 def some_codes(slots: int, seed: int, *, empty: float = 0.3) -> np.ndarray:
@@ -207,22 +219,22 @@ def test_draws_of_what_is_not_there_end_and_stay_inside(
     """Only a graph replayed after a `clear` can ask for them; they mean nothing, and must harm nothing."""
     masses = [0] * (129 - left) + [1] * left
     both = Drawn(device, SAMPLERS[name], masses, 3 * 129, envs=envs, count=left)
-    draws, times_sampled = both.tested._engine.draws, both.tested._storage.times_sampled
+    times_sampled = both.tested._storage.times_sampled
     for skipped in (0, 30)[: 1 + (envs > 0)]:
         times_sampled.zero_()
-        found = draws.draw(120, 0.5, skipped)
-        slots, keys = found.slots.tolist(), found.named["key"].tolist()
+        found = drawn_on_device(both.tested, 120, skipped)
+        slots, keys = found["slots"].tolist(), found["key"].tolist()
         assert (min(slots) >= 0, max(slots) < 129) == (True, True)
         assert slots == [key % 129 for key in keys]
         assert int(times_sampled.sum()) == 120
-        assert bool(found.named["probability"].isfinite().all())
+        assert bool(found["probability"].isfinite().all())
     if name == "uniform" and not envs:
         assert set(keys) == set(range(387 - left, 387) if left else [387 - 129])
 
 
 def test_the_newest_of_a_buffer_younger_than_a_replayed_batch_stay_inside(device: str, guards: Guards) -> None:
     both = Drawn(device, SAMPLERS["latest"], [1] * 50, 5)
-    assert both.tested._engine.draws.draw(9, None).slots.tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 4]
+    assert drawn_on_device(both.tested, 9)["slots"].tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 4]
 
 
 # weights

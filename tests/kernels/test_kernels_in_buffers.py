@@ -217,7 +217,7 @@ def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(sampler: A
         assert before == [tested._state.rule.mass(priority) for priority in (4.0, 1.0, 16.0, 1.0)]
         keys = torch.tensor([0, 2, 2, 0], device=device)
         given = torch.tensor([1.0, 1.0, float("-inf"), float("nan")], dtype=torch.float64, device=device)
-        engine.draws.update(keys, given)
+        engine.draws.update(keys, given, False)
         assert tested._state.tree.masses[:4].tolist() == before
         assert tested.stats().rejected_priorities == 4
         check_sums(tested._state.tree)
@@ -233,7 +233,7 @@ def test_a_priority_of_too_much_mass_is_cut_and_counted_by_itself(device: str) -
         tested = twins(device, 129, NUMBER, Proportional()).tested
         keys = tested.add(n=torch.arange(4, device=device))
         given = torch.tensor([1e300, float("nan"), 1e300, 1.0], dtype=torch.float64, device=device)
-        tested._engine.draws.update(keys, given)
+        tested._engine.draws.update(keys, given, False)
         stats = tested.stats()
         assert (stats.saturated_priorities, stats.rejected_priorities, stats.stale_updates) == (2, 1, 0)
         assert tested._state.tree.masses[:4:2].tolist() == [tested._state.rule.limit] * 2
@@ -258,6 +258,7 @@ def test_a_priority_that_is_not_finite_counts_as_none(device: str) -> None:
                 torch.zeros(4, dtype=torch.bool, device=device),
                 torch.tensor(given, dtype=torch.float64, device=device),
                 None,
+                False,
             )
         # the fourth ended at once, so its priority was the largest given before the others came to count
         assert tested.masses()[:8].tolist() == [mass(p) for p in (4.0, 16.0, 16.0, 16.0)] + [0] * 4
@@ -307,8 +308,8 @@ def test_a_replayed_draw_of_what_is_gone_stays_inside(device: str, guards: Guard
         for name, (low, high) in limits.items():
             tensor = getattr(streams, name)
             tensor.copy_(torch.from_numpy(generator.integers(low, high, tensor.shape)).to(tensor.dtype))
-        keys = torch.arange(-slots, slots, device=device)
-        chosen = plan_choose_goals(streams, 2 * slots, buffer._counters, 36, strategy)(keys)
+        drawn = torch.arange(2 * slots, device=device) % slots
+        chosen = plan_choose_goals(streams, 2 * slots, buffer._counters, 36, strategy, 0)(drawn)
         assert sorted(chosen.rows.tolist()) == list(range(36))
         assert 0 <= int(chosen.slots.min()) <= int(chosen.slots.max()) < slots
         assert int(chosen.places.min()) >= -1

@@ -6,28 +6,33 @@ Launches are planned once, and what goes straight to compiled code is of one kin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kernel_cases import CASES, GOALS, MORE_CASES, SAME_STEP, TWENTY, calls_of, launches_of, made
+from kernel_cases import CASES, GOALS, MORE_CASES, SAME_STEP, TWENTY, calls_of, distances, launches_of, made
 from launches import TARGETS, recorded, rows_of
 from programs import SAMPLERS
 
 from gpu_replay import Field, Hindsight, Proportional, RankBased, validation
+from gpu_replay.ops import launch as launching
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.launch import Launch
+from gpu_replay.ops.launch import Launch, addresses
 
 # the most launches of a call; by rank, an order that is made anew after a change is one more and a sort of PyTorch
-LAUNCHES = dict.fromkeys(("add", "add with priority", "sample", "sample with beta"), 2)
-LAUNCHES |= dict.fromkeys(("step", "step with priority", "step with final observation", "starts", "sequences"), 2)
-LAUNCHES |= dict.fromkeys(
-    ("later goals", "update", "update of starts", "update of hundreds", "update of a thousand"), 1
-)
-KEPT = {"step with final observation": 3}
+LAUNCHES = dict.fromkeys(("sample", "sample with beta", "starts", "sequences"), 2)
+LAUNCHES |= dict.fromkeys(("add", "add with priority", "step", "step with priority", "step with final observation"), 1)
+LAUNCHES |= dict.fromkeys(("update", "update of starts", "update of hundreds", "update of a thousand"), 1)
+# the largest stored mass is looked up before, and final observations are copied before
+STORED = dict.fromkeys(("add", "add with priority", "step", "step with priority", "step with final observation"), 1)
+KEPT = {"step with final observation": 1}
+# which rows get other goals, those goals, and the end of the sample
+RELABELED = {"starts": 3}
 SETTLED = {"update of thousands": 2}
-ORDERED = {"sample": 3, "starts": 3, "sequences": 3}
+ORDERED = dict.fromkeys(("sample", "starts", "sequences"), 1)
 WINDOWS = {"random_shift": 2, "stack": 8, "n_step": 40, **SAME_STEP}
 PICTURES = {"obs": Field((6, 6), torch.uint8), "action": Field((), torch.int64)}
 BUFFERS = {
@@ -47,8 +52,10 @@ def test_a_call_makes_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -
     base = getattr(case[2], "base", case[2])
     by_rank, prioritized = isinstance(base, RankBased), isinstance(base, RankBased | Proportional)
     keeps = len(case) == 4 and case[3].get("autoreset", "next_step") != "next_step"
-    wanted = LAUNCHES | (KEPT if keeps else {}) | (ORDERED if by_rank else {})
-    wanted |= SETTLED if prioritized else {"update of thousands": 1}
+    stored, relabeled = getattr(base, "initial", None) == "stored", len(case) == 4 and "relabel" in case[3]
+    wanted = LAUNCHES | (SETTLED if prioritized else {"update of thousands": 1})
+    for applies, more in ((stored, STORED), (keeps, KEPT), (by_rank, ORDERED), (relabeled, RELABELED)):
+        wanted |= {call: wanted[call] + count for call, count in more.items() if applies}
     found = {call: len(launches) for call, launches in launches_of(case, updates=True).items()}
     assert found == {call: wanted[call] for call in found}
     # of one sample, and of one sequence, which has an order of its own
@@ -61,17 +68,17 @@ def test_an_update_of_nothing_launches_nothing() -> None:
     assert launches == []
 
 
-def check_variants(launches: list[Any], kernels: int) -> None:
-    """Fail unless each kernel was compiled once, and for no number alone."""
+def check_variants(launches: list[Any], kernels: int, **more: int) -> None:
+    """Fail unless each kernel was compiled once, or as often as `more` says, and for no number alone."""
     variants: dict[str, set[str]] = {}
     for launch in launches:
         variants.setdefault(launch.name, set()).add(launch.variant)
         assert launch.specialised == [], launch.name
-    assert {name: len(found) for name, found in variants.items()} == dict.fromkeys(variants, 1)
+    assert {name: len(found) for name, found in variants.items()} == dict.fromkeys(variants, 1) | more
     assert len(variants) == kernels
 
 
-@pytest.mark.parametrize("name, kernels", [("annealed", 4), ("combined-rank", 5)])
+@pytest.mark.parametrize("name, kernels", [("annealed", 4), ("combined-rank", 4)])
 def test_the_same_call_with_other_numbers_is_the_same_compiled_code(name: str, kernels: int) -> None:
     """Compiling takes a second, in which training stands: sizes and counts must not ask for it again, but for updates,
     of which 256, 512 and 1024 keys, and more than one program takes, are different code."""
@@ -92,17 +99,17 @@ def test_the_same_call_with_other_numbers_is_the_same_compiled_code(name: str, k
 
 
 def test_the_same_call_of_streams_of_other_sizes_is_the_same_compiled_code() -> None:
-    sampler, settings = SAMPLERS["combined-proportional"], {**SAME_STEP, "relabel": Hindsight(reward_fn=torch.dist)}
+    sampler, settings = SAMPLERS["combined-proportional"], {**SAME_STEP, "relabel": Hindsight(reward_fn=distances)}
     with recorded() as launches:
         for num_envs, steps in ((1, 4_000), (16, 250), (50, 81), (300, 15)):
             buffer = made(num_envs * steps, GOALS, sampler, settings, num_envs)
             for batch in (4, 16, 31, 250):
                 buffer._counters[Counter.ELIGIBLE] = 300
                 buffer.add(**rows_of(buffer, num_envs, final=True), priority=torch.ones(num_envs))
-                keys = buffer._engine.sample(batch, None)["key"]
-                buffer._engine.choose_goals(keys, batch, "future")
+                buffer._engine.sample(batch, None)
                 buffer.update_priorities(torch.arange(batch), torch.ones(batch))
-    check_variants(launches, 7)
+    # a gather of goals, and one that ends the sample alone
+    check_variants(launches, 7, gather_kernel=2)
 
 
 # plans
@@ -126,12 +133,12 @@ def specialisation(kernel: Any, arguments: tuple[Any, ...], settings: dict[str, 
 def planned_fixture(monkeypatch: pytest.MonkeyPatch) -> dict[Launch, list[tuple[Any, ...]]]:
     """All launches of a test that may go straight to compiled code, by what planned them."""
     found: dict[Launch, list[tuple[Any, ...]]] = {}
-    launch = Launch.__call__
+    call = Launch.__call__
 
     def noted(self: Launch, *arguments: Any, aligned: bool = True) -> None:
         if aligned:
             found.setdefault(self, []).append(arguments)
-        launch(self, *arguments, aligned=aligned)
+        call(self, *arguments, aligned=aligned)
 
     monkeypatch.setattr(Launch, "__call__", noted)
     return found
@@ -162,8 +169,6 @@ def calls_of_all_kinds(buffer: Any) -> list[Callable[[], object]]:
         lambda: buffer.update_priorities(keys, shifted(priorities)),
         lambda: buffer._engine.stored(torch.arange(7)),
     ]
-    if getattr(buffer, "relabel", None):
-        calls.append(lambda: buffer._engine.choose_goals(shifted(torch.arange(5)), 4, "future"))
     return calls
 
 
@@ -182,45 +187,127 @@ def test_what_one_plan_launches_is_the_same_code_to_triton(
     # three dtypes
     assert len(again) >= 12
     for launch, calls in again.items():
-        kernel, settings = launch._kernel, launch._settings
-        assert tuple(kernel.arg_names[len(calls[0]) :]) == tuple(n for n in kernel.arg_names if n in settings)
-        assert len({specialisation(kernel, arguments, settings) for arguments in calls}) == 1, kernel.__name__
+        kernel, settings, before, after = launch._kernel, launch._settings, launch._before, launch._after
+        assert {name for name in kernel.arg_names if name.isupper()} <= settings.keys()
+        kinds = {specialisation(kernel, (*before, *arguments, *after), settings) for arguments in calls}
+        assert len(kinds) == 1, kernel.__name__
 
 
 class Compiled:
-    """Stands for compiled code."""
+    """Stands for compiled code, and notes how it is run."""
 
-    packed_metadata = ()
+    packed_metadata, function = "metadata", "code"
 
-    def __init__(self, said: list[Any]) -> None:
-        self.said = said
+    def __init__(self) -> None:
+        self.runs: list[tuple[Any, ...]] = []
+
+    def run(self, *arguments: Any) -> None:
+        self.runs.append(arguments)
+
+
+class Kernel:
+    """Stands for a kernel that Triton would look compiled code up for."""
+
+    arg_names = ("stores", "count", "x_ptr", "y_ptr", "limit", "WIDE", "BLOCK")
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+        self.looked_up: list[Any] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.said.append((grid, arguments))
+        def run(*arguments: Any, **settings: Any) -> Any:
+            self.looked_up.append((grid, arguments, settings))
+            return self.compiled
+
+        return run
 
 
+@pytest.fixture
+def a_driver() -> Iterator[None]:
+    from triton.runtime import driver
+
+    before = dict(vars(driver))
+    driver.set_active(SimpleNamespace(get_current_device=lambda: 2, get_current_stream=lambda device: 40 + device))
+    yield
+    vars(driver).update(before)
+
+
+STORES, COUNT = (torch.ones(3), torch.ones(4)), 9
+SETTINGS = {"BLOCK": 64, "WIDE": True, "num_warps": 8}
+
+
+def launch_of(kernel: Any) -> Launch:
+    return Launch(kernel, 3, stores=STORES, count=COUNT, limit=7, **SETTINGS)
+
+
+@pytest.mark.usefixtures("a_driver")
 def test_all_launches_but_the_first_go_straight_to_compiled_code() -> None:
-    said: list[Any] = []
-    looked_up: list[Any] = []
-
-    class Kernel:
-        arg_names = ("x_ptr", "count", "WIDE", "BLOCK")
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def run(*arguments: Any, **settings: Any) -> Compiled:
-                looked_up.append((grid, arguments, settings))
-                return Compiled(said)
-
-            return run
-
-    settings = {"BLOCK": 64, "WIDE": True, "num_warps": 8}
-    launch = Launch(Kernel(), 3, **settings)
+    kernel = Kernel(compiled := Compiled())
+    launch = launch_of(kernel)
     launch("anywhere", 1, aligned=False)
     launch("x", 1)
     launch("y", 2)
     launch("anywhere", 3, aligned=False)
     launch("z", 4)
     grid = (3, 1, 1)
-    assert looked_up == [(grid, given, settings) for given in (("anywhere", 1), ("x", 1), ("anywhere", 3))]
-    # constants in the order of the kernel's parameters, options of the compiler left out
-    assert said == [(grid, ("y", 2, True, 64)), (grid, ("z", 4, True, 64))]
+    triton_s = [(grid, (STORES, COUNT, *given, 7), SETTINGS) for given in (("anywhere", 1), ("x", 1), ("anywhere", 3))]
+    assert kernel.looked_up == triton_s
+    # on the stream of the device that was current, without hooks; what is shared by its address; constants in the order
+    # of the kernel's parameters, options of the compiler left out
+    before = (*grid, 42, "code", "metadata", None, None, None, tuple(store.data_ptr() for store in STORES), COUNT)
+    assert compiled.runs == [(*before, "y", 2, 7, True, 64), (*before, "z", 4, 7, True, 64)]
+
+
+@pytest.mark.usefixtures("a_driver")
+def test_launches_go_triton_s_own_way_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    kernel = Kernel(compiled := Compiled())
+    launch = launch_of(kernel)
+    launch("x", 1)
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        with monkeypatch.context() as patch:
+            patch.setattr(knobs.runtime, name, lambda metadata: None)
+            launch("x", 1)
+    assert (len(kernel.looked_up), len(compiled.runs)) == (3, 0)
+    launch("x", 1)
+    assert (len(kernel.looked_up), len(compiled.runs)) == (3, 1)
+
+
+def test_what_is_no_compiled_code_is_launched_by_triton() -> None:
+    kernel = Kernel(None)
+    launch = launch_of(kernel)
+    for _ in range(3):
+        launch("x", 1)
+    assert len(kernel.looked_up) == 3
+
+
+def test_fields_in_pinned_memory_stay_tensors() -> None:
+    """Triton asks the driver for the address that the device has for them."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    here, pinned = torch.ones(3).as_subclass(OnGpu), torch.ones(2)
+    given = addresses((here, (pinned, 5)), near=True)
+    assert given[0] == here.data_ptr()
+    assert given[1][0] is pinned
+    assert addresses((here, (pinned, 5)), near=False) == (here.data_ptr(), (pinned.data_ptr(), 5))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0, 2), (2, 3, 4)])
+@pytest.mark.parametrize("direct", [True, False])
+def test_allocators_make_what_torch_makes(
+    shape: tuple[int, ...], direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guards = torch._C._dynamo.guards
+    monkeypatch.setattr(launching, "EMPTY_STRIDED", {"cpu": guards._empty_strided_cpu} if direct else {})
+    for dtype in (torch.float32, torch.int64, torch.bool, torch.bfloat16):
+        made, expected = (
+            make()
+            for make in (
+                launching.allocator(shape, dtype, torch.device("cpu")),
+                partial(torch.empty, shape, dtype=dtype),
+            )
+        )
+        assert (made.dtype, made.shape, made.stride()) == (dtype, expected.shape, expected.stride())
