@@ -13,7 +13,6 @@ from .constants import (
     FINAL,
     FINALS,
     FIRST,
-    HIGHEST,
     PENDING_MAX_MASS,
     REJECTED,
     SATURATED,
@@ -62,7 +61,17 @@ def keeps_final(env, named, step, HINDSIGHT: tl.constexpr):
 
 @triton.jit
 def final_rows(
-    env, named, step, owner_ptr, kept, oldest, finals, per_finals, first, HINDSIGHT: tl.constexpr, BEFORE: tl.constexpr = 128
+    env,
+    named,
+    step,
+    owner_ptr,
+    kept,
+    oldest,
+    finals,
+    per_finals,
+    first,
+    HINDSIGHT: tl.constexpr,
+    BEFORE: tl.constexpr = 128,
 ):
     """Rows of the pool for the final observations of environments from `first` on, and whether they are free to take.
 
@@ -82,7 +91,17 @@ def final_rows(
 
 
 @triton.jit(
-    do_not_specialize=["envs", "capacity", "stack", "n_step", "finals", "per_capacity", "per_lines", "per_finals", "stepping"]
+    do_not_specialize=[
+        "envs",
+        "capacity",
+        "stack",
+        "n_step",
+        "finals",
+        "per_capacity",
+        "per_lines",
+        "per_finals",
+        "stepping",
+    ]
 )
 def add_step_kernel(
     inputs,
@@ -259,7 +278,6 @@ def add_step_kernel(
     done = tl.atomic_add(counters_ptr + TICKET, mine) + mine
     if (done & 0xFFFFFFFF) == tl.num_programs(0):
         tl.store(counters_ptr + TICKET, 0)
-        tl.store(counters_ptr + HIGHEST, 0)
         if MASSES:
             raise_max_mass(counters_ptr)
         if WITH_FINALS:
@@ -295,7 +313,9 @@ def keep_finals_kernel(
         if (local >= 0) & (local < programs):
             env, column = tile_at(local, f, LAYOUT)
             first = local // LAYOUT.chunks[f] * LAYOUT.rows[f]
-            place, free = final_rows(env, env < envs, step, owner_ptr, kept, oldest, finals, per_finals, first, HINDSIGHT)
+            place, free = final_rows(
+                env, env < envs, step, owner_ptr, kept, oldest, finals, per_finals, first, HINDSIGHT
+            )
             live = free[:, None] & (column < LAYOUT.widths[f])[None, :]
             # rows that are not kept may hold anything, and are not read
             values = tl.load(inputs[f] + env[:, None] * LAYOUT.widths[f] + column[None, :], mask=live, other=0)

@@ -29,8 +29,8 @@ from torch import Tensor
 from gpu_replay.loops import random as random_loops
 from gpu_replay.loops import tree as tree_loops
 from gpu_replay.ops.counters import NO_MASS, blocks_for
-from gpu_replay.ops.launch import Launch
-from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.launch import Launch, per_program, reciprocal
+from gpu_replay.ops.mass_tree import MassTree, plan_extreme
 
 
 class DrawRange(NamedTuple):
@@ -188,34 +188,6 @@ def lowest_mass(tree: MassTree) -> Tensor:
 BASE = 32
 
 
-def per_program(gpu: int, count: int, interpreted: bool, most: int = 1024) -> int:
-    """Items of one program, a power of two: `gpu` on a GPU whatever the count, as another number is a kernel more.
-
-    Under the interpreter, where each program instance costs about 1 ms, all of `count`, but no more than `most`.
-    """
-    return min(most, 1 << (count - 1).bit_length()) if interpreted else gpu
-
-
-def reciprocal(divisor: int) -> int:
-    """The reciprocal by which kernels divide: see `kernels/division.py`."""
-    return (2**63 - 1) // divisor
-
-
-class LeafBlocks(NamedTuple):
-    """The blocks of a tree's leaves, the programs that look for an extreme in them, and the blocks of each."""
-
-    blocks: int
-    programs: int
-    per_program: int
-
-
-def leaf_blocks(tree: MassTree, interpreted: bool) -> LeafBlocks:
-    """How a launch looks for the smallest or largest mass of a tree."""
-    blocks = tree.levels[0].numel() // tree.edge
-    each = per_program(32, blocks, interpreted, most=256)
-    return LeafBlocks(blocks, -(-blocks // each), each)
-
-
 def digits_for(slots: int) -> int:
     """Steps of a search for one of this many ranks."""
     digits = 1
@@ -265,12 +237,7 @@ def plan_draw(
         levels = () if starts is None else starts.levels
     elif by == "mass" and tree is not None:
         levels = tree.levels
-    low: tuple[Tensor, ...] = ()
-    leaves = LeafBlocks(0, 0, 1)
-    if by == "mass" and lowest_of_all and tree is not None:
-        if tree.low is None:
-            raise RuntimeError("this tree was made without its smallest masses.")
-        low, leaves = (tree.low,), leaf_blocks(tree, interpreted)
+    find_lowest = plan_extreme(tree, counters, low=True) if by == "mass" and lowest_of_all and tree else None
     newest = starts.levels if starts is not None and by_priority and drawn < batch else ()
     # none where all rows are the newest
     own = blocks_for(PERMUTATION_WORDS if drawn and not (by_priority or replacement) else drawn)
@@ -281,21 +248,22 @@ def plan_draw(
     programs = -(-batch // draws)
     launch = Launch(
         draw_kernel,
-        programs + leaves.programs,
+        programs,
         BY=by,
         DRAWS=draws,
         DIGITS=digits_for(capacity) if by == "rank" else 0,
-        BLOCKS=leaves.per_program,
         STRATIFIED=by_priority and stratified,
         REPLACEMENT=replacement,
         SKIPS=skipped > 0,
         LOWEST_OF_ALL=by_priority and lowest_of_all,
     )
     reciprocals = reciprocal(max(drawn, 1)), reciprocal(capacity)
-    numbers = (drawn, batch, capacity, skipped, *reciprocals, leaves.blocks, programs, own)
+    numbers = (drawn, batch, capacity, skipped, *reciprocals, own)
 
     def draw(outputs: tuple[Tensor, ...], words: tuple[Tensor, ...] = (), ranked: tuple[Tensor, ...] = ()) -> None:
+        if find_lowest is not None:
+            find_lowest()
         ranks = () if sums is None or not by_priority else (sums, *ranked)
-        launch(levels, newest, low, ranks, counters, outputs, words, *numbers)
+        launch(levels, newest, ranks, counters, outputs, words, *numbers)
 
     return draw, own + blocks_for(batch if shifted else 0)

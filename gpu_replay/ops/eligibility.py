@@ -19,10 +19,9 @@ from gpu_replay.fields import Field
 from gpu_replay.loops.constants import Flag as Flag
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.draw import reciprocal
-from gpu_replay.ops.launch import Launch, aligned
-from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.priorities import DeviceMasses, plan_highest
+from gpu_replay.ops.launch import Launch, aligned, reciprocal
+from gpu_replay.ops.mass_tree import MassTree, plan_extreme
+from gpu_replay.ops.priorities import DeviceMasses
 from gpu_replay.ops.ring import moved_rows
 
 
@@ -203,7 +202,7 @@ def plan_add_step(
     names, interpreted = tuple(fields), counters.device.type == "cpu"
     layout, moving = moved_rows(tuple(fields.values()), shape.num_envs, interpreted)
     stepping = -(-shape.num_envs // envs)
-    find_highest = plan_highest(masses, counters) if source == Counter.HIGHEST else None
+    find_highest = plan_extreme(masses.tree, counters, low=False) if masses and source == Counter.HIGHEST else None
     tensors = (
         tuple(stores[name] for name in names),
         tree.levels,

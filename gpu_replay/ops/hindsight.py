@@ -20,9 +20,9 @@ from torch import Tensor
 from gpu_replay.fields import Field
 from gpu_replay.loops import goals as loops
 from gpu_replay.ops.counters import blocks_for
-from gpu_replay.ops.draw import PERMUTATION_WORDS, per_program
+from gpu_replay.ops.draw import PERMUTATION_WORDS
 from gpu_replay.ops.eligibility import Streams
-from gpu_replay.ops.launch import Launch, aligned
+from gpu_replay.ops.launch import Launch, aligned, per_program
 from gpu_replay.ops.ring import as_numpy, as_sampled, converted
 
 Strategy = Literal["future", "final", "episode"]

@@ -39,6 +39,19 @@ def aligned(*tensors: Tensor) -> bool:
     return True
 
 
+def per_program(gpu: int, count: int, interpreted: bool, most: int = 1024) -> int:
+    """Items of one program, a power of two: `gpu` on a GPU whatever the count, as another number is a kernel more.
+
+    Under the interpreter, where each program instance costs about 1 ms, all of `count`, but no more than `most`.
+    """
+    return min(most, 1 << (count - 1).bit_length()) if interpreted else gpu
+
+
+def reciprocal(divisor: int) -> int:
+    """The reciprocal by which kernels divide: see `kernels/division.py`."""
+    return (2**63 - 1) // divisor
+
+
 class Launch:
     """One kernel with its grid and compile-time settings, launched by each call.
 

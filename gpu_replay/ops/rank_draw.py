@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpu_replay.ops.draw import per_program
+from gpu_replay.ops.launch import per_program
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 from gpu_replay.ops.ranks import rank_masses

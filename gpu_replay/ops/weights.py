@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gpu_replay.ops.draw import per_program
+from gpu_replay.ops.launch import per_program
 
 
 class Drawn(NamedTuple):

@@ -160,7 +160,7 @@ def calls_of(buffer: Any, rows: int = 9) -> dict[str, Callable[[], object]]:
     windows = {
         "sequences": lambda: buffer.sample_sequences(5, 2),
         # goals that no launch has chosen cannot be rewritten
-        "later goals": lambda: buffer._engine.choose_goals(torch.arange(5), 4, relabel.strategy),
+        "later goals": lambda: buffer._engine._goals(5, 4, relabel.strategy, 0)(torch.arange(5)),
     }
     del windows["sequences" if relabel else "later goals"]
     return {
