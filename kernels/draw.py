@@ -7,7 +7,7 @@ from .constants import ADDED, FIRST, LOWEST, NO_MASS, RANDOM, SEED
 from .division import divided, remainder
 from .random import floor_of_product, permuted_rank, words_at
 from .ranks import rank_at
-from .tree import descend, draw_range, find_lowest, from_oldest, newest_eligible, root_of
+from .tree import descend, draw_range, from_oldest, newest_eligible, root_of
 
 
 @triton.jit
@@ -58,15 +58,12 @@ def uniform_rank(draw, by_chance, count, counters_ptr, REPLACEMENT: tl.constexpr
         "skipped",
         "per_drawn",
         "per_capacity",
-        "blocks",
-        "draw_programs",
         "blocks_drawn",
     ]
 )
 def draw_kernel(
     levels,
     starts,
-    low,
     counters_ptr,
     ranks,
     outputs,
@@ -77,13 +74,10 @@ def draw_kernel(
     skipped,
     per_drawn,
     per_capacity,
-    blocks,
-    draw_programs,
     blocks_drawn,
     BY: tl.constexpr,
     DRAWS: tl.constexpr,
     DIGITS: tl.constexpr,
-    BLOCKS: tl.constexpr,
     STRATIFIED: tl.constexpr,
     REPLACEMENT: tl.constexpr,
     SKIPS: tl.constexpr,
@@ -94,8 +88,6 @@ def draw_kernel(
     levels: of the tree of masses for BY "mass"; of eligible starts, or () where all stored slots can be drawn, for
             "uniform".
     starts: levels of the tree of eligible starts, to take the newest of them; () takes the newest stored slots.
-    low:    with LOWEST_OF_ALL for "mass": smallest masses of blocks of EDGE leaves, in which further
-            programs look.
     ranks:  for "rank": the running sums of the masses of ranks, the ages in order of rank, and how many of these can
             be drawn: none of the newest `skipped` slots.
     outputs: slots, keys, probabilities (1 from row `drawn` on) and masses, 0 in rows that were not drawn by one.
@@ -103,85 +95,83 @@ def draw_kernel(
             blocks; `batch` more words are then taken as well.
     per_...: reciprocals, see `division.py`.
 
-    It leaves in counters[LOWEST] the smallest mass of the batch or, with LOWEST_OF_ALL, of all slots, for the launch
-    that finishes the sample, and changes nothing that lasts.
+    The launch that finishes the sample reads counters[LOWEST]: here the smallest mass of the batch is written there, by
+    rank with LOWEST_OF_ALL that of all ranks. By mass the smallest of all slots has been found before. Nothing that
+    lasts is changed.
 
-    A graph replayed after a `clear` may ask for more than there is: keys then repeat or mean nothing, and all of it
-    stays inside.
+    A graph replayed after a `clear` may ask for more than there is: keys then repeat or mean nothing, and every access
+    is in bounds.
     """
     UNIFORM: tl.constexpr = BY == "uniform"
     program = tl.program_id(0).to(tl.int64)
-    if program < draw_programs:
-        draw = program * DRAWS + tl.arange(0, DRAWS)
-        by_chance = draw < drawn
-        added = tl.load(counters_ptr + ADDED)
-        head = remainder(added, capacity, per_capacity)
-        newest = tl.maximum(added - batch + draw, 0)
-        if len(words) > 0:
-            if program == 0:
-                tl.store(words[0], tl.load(counters_ptr + RANDOM) + blocks_drawn)
-        if len(levels) > 0:
-            # all that no other load has to be waited for
-            root = root_of(levels, draw)
-            if SKIPS or UNIFORM:
-                total, before, within = draw_range(levels, root, draw, head, skipped, capacity, SKIPS)
-            else:
-                within = tl.sum(root[0] + root[1], axis=1)
-
-        if UNIFORM:
-            if len(levels) > 0:
-                count = tl.maximum(tl.max(within, axis=0), 1)
-            else:
-                oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
-                count = tl.maximum(added - oldest, 1)
-            rank = uniform_rank(draw, by_chance, count, counters_ptr, REPLACEMENT)
-            if len(levels) > 0:
-                if SKIPS:
-                    rank = from_oldest(rank, before, total)
-                last = from_oldest(tl.maximum(within - batch + draw, 0), before, total)
-                slot, _ = descend(levels, root, tl.where(by_chance, rank, last))
-            else:
-                slot = remainder(tl.where(by_chance, oldest + rank, newest), capacity, per_capacity)
-            chance = 1.0 / count.to(tl.float64)
-            # without a mass the weight is 1
-            mass = slot * 0
+    draw = program * DRAWS + tl.arange(0, DRAWS)
+    by_chance = draw < drawn
+    added = tl.load(counters_ptr + ADDED)
+    head = remainder(added, capacity, per_capacity)
+    newest = tl.maximum(added - batch + draw, 0)
+    if len(words) > 0:
+        if program == 0:
+            tl.store(words[0], tl.load(counters_ptr + RANDOM) + blocks_drawn)
+    if len(levels) > 0:
+        # all that no other load has to be waited for
+        root = root_of(levels, draw)
+        if SKIPS or UNIFORM:
+            total, before, within = draw_range(levels, root, draw, head, skipped, capacity, SKIPS)
         else:
-            if BY == "mass":
-                target = target_in(within, draw, drawn, per_drawn, counters_ptr, STRATIFIED)
-                if SKIPS:
-                    target = from_oldest(target, before, total)
-                slot, mass = descend(levels, root, target)
-                chance = mass.to(tl.float64) / tl.maximum(within, 1).to(tl.float64)
-                lowest = tl.min(tl.where(by_chance, mass, NO_MASS), axis=0)
-            else:
-                sums_ptr, ages_ptr, count_ptr = ranks
-                count = tl.maximum(tl.load(count_ptr), 1)
-                total = tl.load(sums_ptr + count - 1)
-                target = target_in(total, draw, drawn, per_drawn, counters_ptr, STRATIFIED)
-                rank = rank_at(sums_ptr, target, count, DIGITS)
-                # nothing comes before rank 1
-                mass = tl.load(sums_ptr + rank) - tl.load(sums_ptr + (rank - 1), mask=rank > 0, other=0)
-                slot = head + tl.load(ages_ptr + rank)
-                slot = tl.where(slot >= capacity, slot - capacity, slot)
-                chance = mass.to(tl.float64) / total.to(tl.float64)
-                lowest = tl.min(tl.where(by_chance, mass, NO_MASS), axis=0)
-                if LOWEST_OF_ALL:
-                    # that of the last rank
-                    lowest = total - tl.load(sums_ptr + count - 2, mask=count > 1, other=0)
-            if len(low) == 0:
-                tl.atomic_min(counters_ptr + LOWEST, lowest, sem="relaxed")
-            # only the last programs have newest rows
-            if (program + 1) * DRAWS > drawn:
-                if len(starts) > 0:
-                    last = newest_eligible(starts, draw, batch, head, skipped, capacity, SKIPS)
-                else:
-                    last = remainder(newest, capacity, per_capacity)
-                slot = tl.where(by_chance, slot, last)
+            within = tl.sum(root[0] + root[1], axis=1)
 
-        live = draw < batch
-        tl.store(outputs[0] + draw, slot, mask=live)
-        tl.store(outputs[1] + draw, key_in_slot(slot, added, head, capacity), mask=live)
-        tl.store(outputs[2] + draw, tl.where(by_chance, chance, 1.0).to(tl.float32), mask=live)
-        tl.store(outputs[3] + draw, tl.where(by_chance, mass, 0), mask=live)
-    elif len(low) > 0:
-        find_lowest(low[0], levels[0], program - draw_programs, blocks, counters_ptr, BLOCKS)
+    if UNIFORM:
+        if len(levels) > 0:
+            count = tl.maximum(tl.max(within, axis=0), 1)
+        else:
+            oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
+            count = tl.maximum(added - oldest, 1)
+        rank = uniform_rank(draw, by_chance, count, counters_ptr, REPLACEMENT)
+        if len(levels) > 0:
+            if SKIPS:
+                rank = from_oldest(rank, before, total)
+            last = from_oldest(tl.maximum(within - batch + draw, 0), before, total)
+            slot, _ = descend(levels, root, tl.where(by_chance, rank, last))
+        else:
+            slot = remainder(tl.where(by_chance, oldest + rank, newest), capacity, per_capacity)
+        chance = 1.0 / count.to(tl.float64)
+        # without a mass the weight is 1
+        mass = slot * 0
+    else:
+        if BY == "mass":
+            target = target_in(within, draw, drawn, per_drawn, counters_ptr, STRATIFIED)
+            if SKIPS:
+                target = from_oldest(target, before, total)
+            slot, mass = descend(levels, root, target)
+            chance = mass.to(tl.float64) / tl.maximum(within, 1).to(tl.float64)
+            lowest = tl.min(tl.where(by_chance, mass, NO_MASS), axis=0)
+        else:
+            sums_ptr, ages_ptr, count_ptr = ranks
+            count = tl.maximum(tl.load(count_ptr), 1)
+            total = tl.load(sums_ptr + count - 1)
+            target = target_in(total, draw, drawn, per_drawn, counters_ptr, STRATIFIED)
+            rank = rank_at(sums_ptr, target, count, DIGITS)
+            # nothing comes before rank 1
+            mass = tl.load(sums_ptr + rank) - tl.load(sums_ptr + (rank - 1), mask=rank > 0, other=0)
+            slot = head + tl.load(ages_ptr + rank)
+            slot = tl.where(slot >= capacity, slot - capacity, slot)
+            chance = mass.to(tl.float64) / total.to(tl.float64)
+            lowest = tl.min(tl.where(by_chance, mass, NO_MASS), axis=0)
+            if LOWEST_OF_ALL:
+                # that of the last rank
+                lowest = total - tl.load(sums_ptr + count - 2, mask=count > 1, other=0)
+        if BY == "rank" or not LOWEST_OF_ALL:
+            tl.atomic_min(counters_ptr + LOWEST, lowest, sem="relaxed")
+        # only the last programs have newest rows
+        if (program + 1) * DRAWS > drawn:
+            if len(starts) > 0:
+                last = newest_eligible(starts, draw, batch, head, skipped, capacity, SKIPS)
+            else:
+                last = remainder(newest, capacity, per_capacity)
+            slot = tl.where(by_chance, slot, last)
+
+    live = draw < batch
+    tl.store(outputs[0] + draw, slot, mask=live)
+    tl.store(outputs[1] + draw, key_in_slot(slot, added, head, capacity), mask=live)
+    tl.store(outputs[2] + draw, tl.where(by_chance, chance, 1.0).to(tl.float32), mask=live)
+    tl.store(outputs[3] + draw, tl.where(by_chance, mass, 0), mask=live)

@@ -9,7 +9,6 @@ from .constants import (
     EDGE,
     FANOUT,
     FIRST,
-    HIGHEST,
     MAX_MASS,
     PENDING_MAX_MASS,
     REJECTED,
@@ -97,23 +96,6 @@ def is_live(key, counters_ptr, capacity):
     return (key >= oldest) & (key < added)
 
 
-@triton.jit(do_not_specialize=["blocks"])
-def find_highest_kernel(high_ptr, leaves_ptr, counters_ptr, blocks, BLOCKS: tl.constexpr):
-    """Bring the largest stored mass into counters[HIGHEST], for the `add` that follows."""
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    # blocks past the end hold no mass
-    high = tl.load(high_ptr + block, mask=block < blocks, other=0)
-    dirty = high < 0
-    place = block[:, None] * EDGE + tl.arange(0, EDGE)[None, :]
-    # only blocks that changed are read again
-    masses = tl.load(leaves_ptr + place, mask=dirty[:, None], other=0)  # [BLOCKS, EDGE]
-    high = tl.where(dirty, tl.max(masses, axis=1), high)
-    # copies of a thread's block in other threads have been read before it changes
-    tl.debug_barrier()
-    tl.store(high_ptr + block, high, mask=dirty)
-    tl.atomic_max(counters_ptr + HIGHEST, tl.max(high, axis=0), sem="relaxed")
-
-
 @triton.jit(do_not_specialize=["rows", "skipped", "capacity", "segment", "inserting"])
 def add_kernel(
     stores,
@@ -193,7 +175,6 @@ def add_kernel(
         write_rows(inputs, stores, added, program - inserting, rows, skipped, capacity, LAYOUT)
 
     if is_last(counters_ptr, tl.num_programs(0)):
-        tl.store(counters_ptr + HIGHEST, 0)
         if GIVEN:
             raise_max_mass(counters_ptr)
         tl.store(counters_ptr + ADDED, added + rows)

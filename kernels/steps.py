@@ -13,7 +13,6 @@ from .constants import (
     FINAL,
     FINALS,
     FIRST,
-    HIGHEST,
     PENDING_MAX_MASS,
     REJECTED,
     SATURATED,
@@ -279,7 +278,6 @@ def add_step_kernel(
     done = tl.atomic_add(counters_ptr + TICKET, mine) + mine
     if (done & 0xFFFFFFFF) == tl.num_programs(0):
         tl.store(counters_ptr + TICKET, 0)
-        tl.store(counters_ptr + HIGHEST, 0)
         if MASSES:
             raise_max_mass(counters_ptr)
         if WITH_FINALS:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .constants import EDGE, FANOUT, LOWEST, NO_MASS
+from .constants import FANOUT, NO_MASS
 
 
 @triton.jit
@@ -113,21 +113,3 @@ def newest_eligible(eligible, draw, batch, head, skipped, capacity, SKIPS: tl.co
     total, before, within = draw_range(eligible, root, draw, head, skipped, capacity, SKIPS)
     slot, _ = descend(eligible, root, from_oldest(tl.maximum(within - batch + draw, 0), before, total))
     return slot
-
-
-@triton.jit
-def find_lowest(low_ptr, leaves_ptr, program, blocks, counters_ptr, BLOCKS: tl.constexpr):
-    """Bring the smallest masses of a program's blocks of EDGE leaves into counters[LOWEST]."""
-    block = program * BLOCKS + tl.arange(0, BLOCKS)
-    # blocks past the end hold no mass
-    low = tl.load(low_ptr + block, mask=block < blocks, other=NO_MASS)
-    dirty = low < 0
-    leaf = block[:, None] * EDGE + tl.arange(0, EDGE)[None, :]
-    # only blocks that changed are read again
-    leaves = tl.load(leaves_ptr + leaf, mask=dirty[:, None], other=0)  # [BLOCKS, EDGE]
-    lowest = tl.min(tl.where(leaves == 0, NO_MASS, leaves), axis=1)
-    low = tl.where(dirty, lowest, low)
-    # copies of a thread's block in other threads have been read before it changes
-    tl.debug_barrier()
-    tl.store(low_ptr + block, low, mask=dirty)
-    tl.atomic_min(counters_ptr + LOWEST, tl.min(low, axis=0), sem="relaxed")

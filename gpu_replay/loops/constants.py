@@ -14,14 +14,14 @@ class Counter:
     RANDOM = 2  # Philox blocks consumed
     STEP = 3  # samples drawn, the position of the beta schedule
     MAX_MASS = 4  # largest mass ever given, 0 before any
-    PENDING_MAX_MASS = 5  # largest mass given by the add in progress
+    PENDING_MAX_MASS = 5  # largest mass seen by the launch in progress, 0 between launches
     STALE = 6  # priority updates of keys that were not live
     REJECTED = 7  # non-finite priorities
     SATURATED = 8  # priorities whose mass was cut to the limit
     SEED = 9  # seed of the Philox stream, 64 bits
     TICKET = 10  # programs of the launch in progress that have finished
     LOWEST = 11  # smallest mass seen by the sample in progress, NO_MASS between samples
-    HIGHEST = 12  # largest mass seen by the add in progress, 0 between adds
+    HIGHEST = 12  # largest stored mass, as the last add that looked for it found it
     ELIGIBLE = 13  # starts of a trajectory buffer that can be drawn
     FINALS = 14  # final observations of a trajectory buffer ever kept
     COUNT = 15

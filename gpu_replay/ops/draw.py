@@ -30,7 +30,7 @@ from gpu_replay.loops import random as random_loops
 from gpu_replay.loops import tree as tree_loops
 from gpu_replay.ops.counters import NO_MASS, blocks_for
 from gpu_replay.ops.launch import Launch, per_program, reciprocal
-from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.mass_tree import MassTree, plan_extreme
 
 
 class DrawRange(NamedTuple):
@@ -188,21 +188,6 @@ def lowest_mass(tree: MassTree) -> Tensor:
 BASE = 32
 
 
-class LeafBlocks(NamedTuple):
-    """The blocks of a tree's leaves, the programs that look for an extreme in them, and the blocks of each."""
-
-    blocks: int
-    programs: int
-    per_program: int
-
-
-def leaf_blocks(tree: MassTree, interpreted: bool) -> LeafBlocks:
-    """How a launch looks for the smallest or largest mass of a tree."""
-    blocks = tree.levels[0].numel() // tree.edge
-    each = per_program(32, blocks, interpreted, most=256)
-    return LeafBlocks(blocks, -(-blocks // each), each)
-
-
 def digits_for(slots: int) -> int:
     """Steps of a search for one of this many ranks."""
     digits = 1
@@ -251,12 +236,6 @@ def plan_draw(
         levels = () if starts is None else starts.levels
     elif by == "mass" and tree is not None:
         levels = tree.levels
-    low: tuple[Tensor, ...] = ()
-    leaves = LeafBlocks(0, 0, 1)
-    if by == "mass" and lowest_of_all and tree is not None:
-        if tree.low is None:
-            raise RuntimeError("this tree was made without its smallest masses.")
-        low, leaves = (tree.low,), leaf_blocks(tree, interpreted)
     newest = starts.levels if starts is not None and by_priority and drawn < batch else ()
     # none where all rows are the newest
     own = blocks_for(PERMUTATION_WORDS if drawn and not (by_priority or replacement) else drawn)
@@ -267,10 +246,9 @@ def plan_draw(
     programs = -(-batch // draws)
     launch = Launch(
         draw_kernel,
-        programs + leaves.programs,
+        programs,
         levels=levels,
         starts=newest,
-        low=low,
         counters_ptr=counters,
         drawn=drawn,
         batch=batch,
@@ -278,16 +256,22 @@ def plan_draw(
         skipped=skipped,
         per_drawn=reciprocal(max(drawn, 1)),
         per_capacity=reciprocal(capacity),
-        blocks=leaves.blocks,
-        draw_programs=programs,
         blocks_drawn=own,
         BY=by,
         DRAWS=draws,
         DIGITS=digits_for(capacity) if by == "rank" else 0,
-        BLOCKS=leaves.per_program,
         STRATIFIED=by_priority and stratified,
         REPLACEMENT=replacement,
         SKIPS=skipped > 0,
         LOWEST_OF_ALL=by_priority and lowest_of_all,
     )
-    return launch, own + blocks_for(batch if shifted else 0)
+    blocks = own + blocks_for(batch if shifted else 0)
+    if by != "mass" or not lowest_of_all or tree is None:
+        return launch, blocks
+    find_lowest = plan_extreme(tree, counters, low=True)
+
+    def draw(*arguments: tuple[Tensor, ...]) -> None:
+        find_lowest()
+        launch(*arguments)
+
+    return draw, blocks

@@ -20,8 +20,8 @@ from gpu_replay.loops.constants import Flag as Flag
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import Launch, aligned, reciprocal
-from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.priorities import DeviceMasses, mass_arguments, plan_highest
+from gpu_replay.ops.mass_tree import MassTree, plan_extreme
+from gpu_replay.ops.priorities import DeviceMasses, mass_arguments
 from gpu_replay.ops.ring import moved_rows
 
 
@@ -202,7 +202,7 @@ def plan_add_step(
     names, interpreted = tuple(fields), counters.device.type == "cpu"
     layout, moving = moved_rows(tuple(fields.values()), shape.num_envs, interpreted)
     stepping = -(-shape.num_envs // envs)
-    find_highest = plan_highest(masses, counters) if source == Counter.HIGHEST else None
+    find_highest = plan_extreme(masses.tree, counters, low=False) if masses and source == Counter.HIGHEST else None
     launch = Launch(
         add_step_kernel,
         stepping + moving,

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from gpu_replay.fields import Field
-from gpu_replay.ops.draw import per_program
+from gpu_replay.ops.launch import per_program
 from gpu_replay.ops.ring import Layout, Tile, layout_of, piece_columns, tile_for, tile_of
 
 

@@ -8,6 +8,7 @@ leaves is kept; updates only write `DIRTY` there, and the next query finds those
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from gpu_replay.loops.constants import DIRTY as DIRTY
 from gpu_replay.loops.constants import ROOT_LIMIT
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import NO_MASS
+from gpu_replay.ops.launch import Launch, per_program
 from gpu_replay.ops.prefix_sum import scan
 
 
@@ -152,3 +154,26 @@ class MassTree:
     def lowest(self) -> int:
         """Host: the smallest mass that is not 0, or NO_MASS when there is none."""
         return int(loops.lowest.ready()(self.host.flat, self.host.low))
+
+
+def plan_extreme(tree: MassTree, counters: Tensor, *, low: bool) -> Callable[[], None]:
+    """Device: bring the largest mass of a tree into counters[HIGHEST], or the smallest that is not 0 into
+    counters[LOWEST]; one launch a call, which changes nothing else that lasts.
+    """
+    from gpu_replay.kernels.mass_tree import find_extreme_kernel
+
+    extremes = tree.low if low else tree.high
+    if extremes is None:
+        raise RuntimeError(f"this tree was made without its {'smallest' if low else 'largest'} masses.")
+    blocks = extremes.numel()
+    each = per_program(32, blocks, counters.device.type == "cpu", most=256)
+    return Launch(
+        find_extreme_kernel,
+        -(-blocks // each),
+        extremes_ptr=extremes,
+        leaves_ptr=tree.levels[0],
+        counters_ptr=counters,
+        blocks=blocks,
+        LOW=low,
+        BLOCKS=each,
+    )

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.draw import leaf_blocks
 from gpu_replay.ops.launch import Launch, aligned, per_program, reciprocal
 from gpu_replay.ops.mass import Rule
-from gpu_replay.ops.mass_tree import MassTree, fanout_for
+from gpu_replay.ops.mass_tree import MassTree, fanout_for, plan_extreme
 from gpu_replay.ops.ring import moved_rows
 
 # takes values, priorities, keys to be filled, and whether all values are aligned
@@ -113,7 +112,7 @@ def plan_add(
         GIVEN=given,
         SOURCE=-1 if source is None else source,
     )
-    find_highest = plan_highest(masses, counters) if source == Counter.HIGHEST else None
+    find_highest = plan_extreme(masses.tree, counters, low=False) if masses and source == Counter.HIGHEST else None
 
     def add(values: Mapping[str, Tensor], priorities: Tensor | None, keys: Tensor, ready: bool) -> None:
         if find_highest is not None:
@@ -122,32 +121,6 @@ def plan_add(
         launch(inputs, keys, own, aligned=(ready or aligned(*inputs)) and (own is keys or aligned(own)))
 
     return add
-
-
-def plan_highest(masses: DeviceMasses | None, counters: Tensor) -> Callable[[], None]:
-    """Device: bring the largest stored mass into the counters; changes nothing else."""
-    from gpu_replay.kernels.priorities import find_highest_kernel
-
-    tree = None if masses is None else masses.tree
-    if tree is None or tree.high is None:
-        raise RuntimeError("this tree was made without its largest masses.")
-    leaves, high, low = leaf_blocks(tree, counters.device.type == "cpu"), tree.high, tree.levels[0]
-    launch = Launch(
-        find_highest_kernel,
-        leaves.programs,
-        high_ptr=high,
-        leaves_ptr=low,
-        counters_ptr=counters,
-        blocks=leaves.blocks,
-        BLOCKS=leaves.per_program,
-    )
-
-    def find() -> None:
-        # a call that was interrupted may have left one
-        counters[Counter.HIGHEST].zero_()
-        launch()
-
-    return find
 
 
 def mass_arguments(masses: DeviceMasses | None) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gpu_replay import Field
 from gpu_replay.bench import first_contact, kernel_inputs, main, measure, subjects
+from gpu_replay.ops.launch import EMPTY_STRIDED
 
 GPU = torch.device("cuda", 0)
 NAME = "No GPU, a rehearsal"
@@ -396,6 +397,8 @@ def pretend() -> None:
 
     for name, stand in STANDS.items():
         setattr(torch.cuda, name, stand)
+    # modes do not see these
+    EMPTY_STRIDED.clear()
     # torch looks at the type of its argument before it asks a mode
     Tensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment]
     torch.Generator = Generator  # type: ignore[misc]

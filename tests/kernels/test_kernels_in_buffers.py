@@ -211,7 +211,7 @@ def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(sampler: A
         tested = twins(device, 129, NUMBER, sampler).tested
         engine = tested._engine
         given = torch.tensor([4.0, float("nan"), 16.0, float("inf")], dtype=torch.float64, device=device)
-        engine.append({"n": torch.arange(4, device=device)}, 4, given)
+        engine.append({"n": torch.arange(4, device=device)}, 4, given, False)
         before = tested._state.tree.masses[:4].tolist()
         # the initial priority where the given one was not finite
         assert before == [tested._state.rule.mass(priority) for priority in (4.0, 1.0, 16.0, 1.0)]
@@ -264,6 +264,31 @@ def test_a_priority_that_is_not_finite_counts_as_none(device: str) -> None:
         assert tested.masses()[:8].tolist() == [mass(p) for p in (4.0, 16.0, 16.0, 16.0)] + [0] * 4
         assert tested.stats().rejected_priorities == 2
         check_sums(tested._state.tree)
+
+
+@pytest.mark.parametrize("kind", ["rows", "steps"])
+def test_an_extreme_that_an_interrupted_call_found_is_not_read(kind: str, device: str) -> None:
+    """The call that looks for it again overwrites it."""
+    with guarded():
+        if kind == "rows":
+            both = twins(device, 300, NUMBER, EVERYTHING)
+            given = {"n": torch.arange(200)}
+        else:
+            fields = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
+            settings = {"sampler": EVERYTHING, "seed": 3}
+            both = Twins(lambda place: TrajectoryReplayBuffer(300, 100, fields, device=place, **settings), device)
+            nothing = torch.zeros(100, dtype=torch.bool)
+            given = {"obs": torch.arange(100), "action": torch.arange(100), "reward": torch.zeros(100)}
+            given |= {"terminated": nothing, "truncated": nothing}
+        priorities = torch.arange(1.0, len(next(iter(given.values()))) + 1)
+        for priority in (None, priorities, None, None):
+            both.tested._counters[Counter.HIGHEST] = 2**60
+            both.insert(**given, **({} if priority is None else {"priority": priority}))
+            both.check()
+        for left in (1, 2**60):
+            both.tested._counters[Counter.LOWEST] = left
+            both.draw(9)
+        both.check()
 
 
 # goals

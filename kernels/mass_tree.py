@@ -1,0 +1,42 @@
+"""What follows from the leaves of a tree of masses: the smallest or largest of them."""
+
+import triton
+import triton.language as tl
+
+from .constants import EDGE, HIGHEST, LOWEST, NO_MASS, PENDING_MAX_MASS, is_last
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def find_extreme_kernel(extremes_ptr, leaves_ptr, counters_ptr, blocks, LOW: tl.constexpr, BLOCKS: tl.constexpr):
+    """counters[HIGHEST] = the largest mass, or with LOW counters[LOWEST] = the smallest that is not 0.
+
+    What an earlier call left in either counter does not matter: programs collect the extreme in another one, at 0
+    between launches, and the last program moves it. extremes: of blocks of EDGE leaves; a program looks at BLOCKS of them.
+    """
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    # blocks past the end hold no mass
+    extreme = tl.load(extremes_ptr + block, mask=block < blocks, other=NO_MASS if LOW else 0)
+    dirty = extreme < 0
+    leaf = block[:, None] * EDGE + tl.arange(0, EDGE)[None, :]
+    # only blocks that changed are read again
+    masses = tl.load(leaves_ptr + leaf, mask=dirty[:, None], other=0)  # [BLOCKS, EDGE]
+    if LOW:
+        found = tl.min(tl.where(masses == 0, NO_MASS, masses), axis=1)
+    else:
+        found = tl.max(masses, axis=1)
+    extreme = tl.where(dirty, found, extreme)
+    # copies of a thread's block in other threads have been read before it changes
+    tl.debug_barrier()
+    tl.store(extremes_ptr + block, extreme, mask=dirty)
+    if LOW:
+        # the complement in 63 bits: the smallest mass has the largest
+        extreme = extreme ^ NO_MASS
+    tl.atomic_max(counters_ptr + PENDING_MAX_MASS, tl.max(extreme, axis=0), sem="relaxed")
+    if is_last(counters_ptr, tl.num_programs(0)):
+        # an atomic, to see what other programs have found; the ticket orders them before this
+        largest = tl.atomic_max(counters_ptr + PENDING_MAX_MASS, 0, sem="relaxed")
+        tl.store(counters_ptr + PENDING_MAX_MASS, 0)
+        if LOW:
+            tl.store(counters_ptr + LOWEST, largest ^ NO_MASS)
+        else:
+            tl.store(counters_ptr + HIGHEST, largest)
