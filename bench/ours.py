@@ -89,13 +89,13 @@ def row_gather(inputs: Inputs) -> Implementation:
     """Rows of five small fields at given slots."""
     buffer = inputs.row_buffer
     storage = buffer._storage
-    rows = plans(lambda batch: plan_gather(storage.tensors, storage.fields, batch, inputs.device, weighed=False))
+    rows = plans(lambda batch: plan_gather(storage.tensors, storage.fields, batch, buffer._counters))
 
     def gather(slots: Tensor) -> dict[str, Tensor]:
         if buffer._backend == "host":
             # in a ring in its first lap, slots are keys
             return buffer._engine.read(slots)
-        return rows(slots.numel())(slots, None)
+        return rows(slots.numel())(slots)
 
     return checks.gathers(gather, inputs.slots, lambda found: checks.wrong_rows(found, inputs))
 
@@ -105,12 +105,12 @@ def frame_gather(inputs: Inputs) -> Implementation:
     buffer = inputs.frame_buffer
     storage, counters = cast(TrajectoryStorage, buffer._storage), buffer._counters
     powers = torch.from_numpy(powers_of(GAMMA, N_STEP)).to(inputs.device)
-    windows = plans(lambda batch: plan_gather_windows(storage, batch, powers, counters, shifted=False, weighed=False))
+    windows = plans(lambda batch: plan_gather_windows(storage, batch, powers, counters, shifted=False))
 
     def gather(slots: Tensor) -> dict[str, Tensor]:
         if buffer._backend == "host":
             return buffer._engine.read(slots)
-        return windows(slots.numel())(slots, None, None)
+        return windows(slots.numel())(slots)
 
     def wrong(found: dict[str, Tensor]) -> list[str]:
         return checks.wrong_frames(found["obs"], found["next_obs"], inputs)

@@ -196,9 +196,11 @@ class TrajectoryDeviceEngine:
                 for step in range(ended.shape[1]):
                     row = slice(int(place[begin + step]) * envs, (int(place[begin + step]) + 1) * envs)
                     known = {name: rows[row] for name, rows in given.items()} if place[begin + step] >= 0 else None
+                    terminated_now, truncated_now = ended[:, step]
                     self.add_step(
                         {name: piece[step] for name, piece in pieces.items()},
-                        *ended[:, step],
+                        terminated_now,
+                        truncated_now,
                         None if own is None else own[step],
                         known,
                         False,

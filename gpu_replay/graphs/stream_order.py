@@ -156,7 +156,7 @@ class StreamOrder(AbstractContextManager[None]):
         if self._streams:
             stream = torch.cuda.current_stream(self._index) if self.captures else self._last
             for tensor in tensors:
-                tensor.record_stream(stream)
+                tensor.record_stream(stream)  # type: ignore[arg-type]
 
     def copied(self, pinned: Tensor) -> Tensor:
         """Pinned memory as a tensor on the device, within it; it ends when the copy is made.

@@ -6,7 +6,8 @@ counts the sample beside what it waits for anyway, so that a sample changes noth
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -33,21 +34,9 @@ class Finish(NamedTuple):
 NOTHING_TO_FINISH: dict[str, object] = {"counted": (), "blocks_drawn": 0}
 
 
-class Gather(Protocol):
-    """Gathers the rows at (B,) slots on a device, and may end the sample that drew them."""
-
-    def __call__(
-        self,
-        slots: Tensor,
-        words: tuple[Tensor, ...] = (),
-        sample: tuple[Tensor, ...] = (),
-        beta: float = 0.0,
-    ) -> dict[str, Tensor]:
-        """The fields of the rows.
-
-        words:  where the words are that move pictures, (1,) int64, or (). sample: slots, masses and, to be filled,
-                weights of the draw, and `beta` its exponent without a schedule; or () for rows that are read alone.
-        """
+# Takes (B,) slots, then, of a sample, where the words are that move pictures, (1,) int64, or (); its slots, masses and
+# weights, which it fills; and the exponent of these without a schedule. Returns the fields of the rows.
+Gather = Callable[..., dict[str, Tensor]]
 
 
 def weight_programs(batch: int, interpreted: bool) -> tuple[int, int]:
