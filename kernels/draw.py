@@ -95,13 +95,14 @@ def draw_kernel(
             blocks; `batch` more words are then taken as well.
     per_...: reciprocals, see `division.py`.
 
-    The launch that finishes the sample reads counters[LOWEST]: here the smallest mass of the batch is written there, by
-    rank with LOWEST_OF_ALL that of all ranks. By mass the smallest of all slots has been found before. Nothing that lasts
-    is changed.
+    Leaves the smallest mass of the batch in counters[LOWEST], for the launch that finishes the sample; by rank with
+    LOWEST_OF_ALL that of all ranks; by mass with it nothing, as `find_extreme_kernel` has found that of all slots.
+    Changes nothing that lasts.
 
     A graph replayed after a `clear` may ask for more than there is: keys then repeat or mean nothing, and every access
     is in bounds.
     """
+    slots_ptr, keys_ptr, probability_ptr, masses_ptr = outputs
     UNIFORM: tl.constexpr = BY == "uniform"
     program = tl.program_id(0).to(tl.int64)
     draw = program * DRAWS + tl.arange(0, DRAWS)
@@ -171,7 +172,7 @@ def draw_kernel(
             slot = tl.where(by_chance, slot, last)
 
     live = draw < batch
-    tl.store(outputs[0] + draw, slot, mask=live)
-    tl.store(outputs[1] + draw, key_in_slot(slot, added, head, capacity), mask=live)
-    tl.store(outputs[2] + draw, tl.where(by_chance, chance, 1.0).to(tl.float32), mask=live)
-    tl.store(outputs[3] + draw, tl.where(by_chance, mass, 0), mask=live)
+    tl.store(slots_ptr + draw, slot, mask=live)
+    tl.store(keys_ptr + draw, key_in_slot(slot, added, head, capacity), mask=live)
+    tl.store(probability_ptr + draw, tl.where(by_chance, chance, 1.0).to(tl.float32), mask=live)
+    tl.store(masses_ptr + draw, tl.where(by_chance, mass, 0), mask=live)

@@ -85,7 +85,7 @@ def gather_kernel(
 
 @triton.jit
 def write_rows(inputs, stores, added, local, rows, skipped, capacity, LAYOUT: tl.constexpr):
-    """stores[f][(added + i) % capacity] = inputs[f][i] for skipped <= i < rows; a program moves one tile of one field."""
+    """stores[f][(added + i) % capacity] = inputs[f][i] for skipped <= i < rows; a program moves a tile of one field."""
     kept = rows - skipped
     start = (added + skipped) % capacity
     for f in tl.static_range(len(LAYOUT.widths)):

@@ -47,6 +47,7 @@ def window_from(
              `left`, the steps that are stored from each start on.
     returns: their lengths; flags and slots of their last steps; if REWARDED their discounted rewards, float64.
     """
+    rewards_ptr, powers_ptr = rewards[0], rewards[1]
     PARTIAL: tl.constexpr = len(rewards) > 2
     ENDS: tl.constexpr = (TERMINATED | TRUNCATED | CUT | DEAD) if PARTIAL else (TERMINATED | TRUNCATED)
     length = start * 0
@@ -64,8 +65,8 @@ def window_from(
             if PARTIAL:
                 open = open & (age < left)
             if REWARDED:
-                power = tl.load(rewards[1] + tl.minimum(age, N))
-                step_reward = tl.load(rewards[0] + slot, mask=named, other=0).to(tl.float64)
+                power = tl.load(powers_ptr + tl.minimum(age, N))
+                step_reward = tl.load(rewards_ptr + slot, mask=named, other=0).to(tl.float64)
                 reward += tl.where(open, step_reward, 0.0) * power
             length += open.to(tl.int64)
             last = tl.where(open, slot, last)
@@ -125,7 +126,7 @@ def gather_windows_kernel(
     TOGETHER: tl.constexpr,
     NEXT_STEP: tl.constexpr,
     ZERO: tl.constexpr,
-    SHIFT: tl.constexpr,
+    RANDOM_SHIFT: tl.constexpr,
     HINDSIGHT: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
@@ -148,7 +149,10 @@ def gather_windows_kernel(
     items: see `finish`.
     """
     flags_ptr, depth_ptr, final_ptr = streams
+    powers_ptr = rewards[1]
     PARTIAL: tl.constexpr = len(rewards) > 2
+    if PARTIAL:
+        left_ptr = rewards[2]
     batch = batch.to(tl.int64)
     num_envs = num_envs.to(tl.int64)
     steps = steps.to(tl.int64)
@@ -179,7 +183,7 @@ def gather_windows_kernel(
                 output = next_outputs[f]
                 left = item
                 if PARTIAL:
-                    left = tl.load(rewards[2] + item, mask=named, other=0)
+                    left = tl.load(left_ptr + item, mask=named, other=0)
                 length, flag, last, _ = window_from(
                     flags_ptr, rewards, newest, left, named, num_envs, steps, N, TOGETHER, False
                 )
@@ -192,7 +196,7 @@ def gather_windows_kernel(
                     stays = stays | final
                     if PARTIAL:
                         final = final & ((flag & FINAL) != 0)
-                    # the newest frame is a kept final observation, the others are one step closer
+                    # the newest frame is a kept final observation, the others are shifted by one step
                     pooled = final & (age == 0)
                     age = tl.where(final, tl.maximum(age - 1, 0), age)
                 newest = later(last, tl.where(stays, 0, 1), num_envs, steps)
@@ -204,9 +208,9 @@ def gather_windows_kernel(
             if len(pools) > 0:
                 place = tl.load(final_ptr + newest, mask=pooled & named, other=0).to(tl.int64)
                 present = present & ~pooled
-            if SHIFT > 0 and LAYOUT.heights[f] > 0:
+            if RANDOM_SHIFT > 0 and LAYOUT.heights[f] > 0:
                 seed = tl.load(counters_ptr + SEED)
-                down, right = shifts_of(item, span, tl.load(words[0]), seed, kind, SHIFT)
+                down, right = shifts_of(item, span, tl.load(words[0]), seed, kind, RANDOM_SHIFT)
             # the places of the frames are known: from here on only frames are loaded
             begin = 0
             end = 1
@@ -216,7 +220,7 @@ def gather_windows_kernel(
             for chunk in range(begin, end):
                 column = chunk * LAYOUT.columns[f] + tl.arange(0, LAYOUT.columns[f])
                 inside = column[None, :]
-                if SHIFT > 0 and LAYOUT.heights[f] > 0:
+                if RANDOM_SHIFT > 0 and LAYOUT.heights[f] > 0:
                     inside = moved_column(column, down, right, LAYOUT.heights[f], LAYOUT.sides[f])
                 within = (column < LAYOUT.widths[f])[None, :]
                 read = present[:, None] & within
@@ -237,14 +241,16 @@ def gather_windows_kernel(
         start = tl.load(slots_ptr + item, mask=live, other=0)
         left = item
         if PARTIAL:
-            left = tl.load(rewards[2] + item, mask=live, other=0)
+            left = tl.load(left_ptr + item, mask=live, other=0)
         length, flag, last, reward = window_from(
             flags_ptr, rewards, start, left, live, num_envs, steps, N, TOGETHER, True
         )
         terminated = (flag & TERMINATED) != 0
-        discount = tl.load(rewards[1] + length, mask=live & ~terminated, other=0.0)
-        tl.store(numbers[0] + item, reward.to(tl.float32), mask=live)
-        tl.store(numbers[1] + item, discount.to(tl.float32), mask=live)
+        discount = tl.load(powers_ptr + length, mask=live & ~terminated, other=0.0)
+        reward_ptr, discount_ptr = numbers[0], numbers[1]
+        tl.store(reward_ptr + item, reward.to(tl.float32), mask=live)
+        tl.store(discount_ptr + item, discount.to(tl.float32), mask=live)
         if len(numbers) > 2:
-            tl.store(numbers[2] + item, terminated, mask=live)
-            tl.store(numbers[3] + item, (flag & TRUNCATED) != 0, mask=live)
+            terminated_ptr, truncated_ptr = numbers[2], numbers[3]
+            tl.store(terminated_ptr + item, terminated, mask=live)
+            tl.store(truncated_ptr + item, (flag & TRUNCATED) != 0, mask=live)

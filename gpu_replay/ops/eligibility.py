@@ -205,10 +205,8 @@ def plan_add_step(
     find_highest = plan_extreme(masses.tree, counters, low=False) if masses and source == Counter.HIGHEST else None
     tensors = (
         tuple(stores[name] for name in names),
-        tree.levels,
-        () if masses is None else masses.extremes,
+        (tree.levels, (), ()) if masses is None else masses.arguments,
         () if masses is None or eligible_tree is None else eligible_tree.levels,
-        () if masses is None else masses.rule,
         streams.tensors,
     )
     numbers = (
@@ -229,7 +227,6 @@ def plan_add_step(
         ENVS=envs,
         AGES=ages,
         FRAMES=frames,
-        ORDERED=masses is not None and masses.ordered,
         SOURCE=-1 if source is None else source,
         NEXT_STEP=shape.next_step,
         WITH_FINALS=with_final and shape.finals > 0,
@@ -242,10 +239,10 @@ def plan_add_step(
         if find_highest is not None:
             find_highest()
         inputs = tuple([values[name] for name in names])
-        step: tuple[Tensor, ...] = (terminated.view(torch.uint8), truncated.view(torch.uint8))
-        if masses is not None and priorities is not None:
-            step = (*step, priorities)
-        launch(inputs, *tensors, step, counters, times_sampled, keys, *numbers, aligned=aligned(*inputs, *step))
+        ends = terminated.view(torch.uint8), truncated.view(torch.uint8)
+        own = () if masses is None or priorities is None else (priorities,)
+        ring, is_aligned = (counters, times_sampled, keys), aligned(*inputs, *ends, *own)
+        launch(inputs, *tensors, ends, own, ring, *numbers, aligned=is_aligned)
 
     return add_step
 
@@ -253,8 +250,8 @@ def plan_add_step(
 def plan_keep_finals(
     streams: Streams, pools: Mapping[str, Tensor], fields: Mapping[str, Field], counters: Tensor
 ) -> Callable[[Mapping[str, Tensor], Tensor, Tensor], None]:
-    """Device: copy the final observations that the next `plan_add_step` will keep, by its flags, to their rows; one launch
-    a call, which changes nothing that is stored.
+    """Device: copy the final observations that the next `plan_add_step` will keep, by its flags, to their rows; one
+    launch a call, which changes nothing that is stored.
 
     pools: (finals, *shape) of each observation field. The calls are given the same names, (num_envs, *shape).
     """
@@ -266,7 +263,8 @@ def plan_keep_finals(
     numbers = shape.num_envs, shape.slots, shape.finals, reciprocal(max(1, shape.finals))
 
     def keep_finals(finals: Mapping[str, Tensor], terminated: Tensor, truncated: Tensor) -> None:
-        values, step = tuple([finals[name] for name in names]), (terminated.view(torch.uint8), truncated.view(torch.uint8))
-        launch(values, targets, step, streams.owner, counters, *numbers, aligned=aligned(*values, *step))
+        values = tuple([finals[name] for name in names])
+        ends = terminated.view(torch.uint8), truncated.view(torch.uint8)
+        launch(values, targets, ends, streams.owner, counters, *numbers, aligned=aligned(*values, *ends))
 
     return keep_finals

@@ -14,6 +14,9 @@ from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import MassTree, fanout_for, plan_extreme
 from gpu_replay.ops.ring import moved_rows
 
+TreeArguments = tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]
+NO_TREE: TreeArguments = (), (), ()
+
 
 class DeviceMasses:
     """Arguments of the mass kernels besides the tree: the numbers of the rule and, for updates, one stamp per slot."""
@@ -21,18 +24,15 @@ class DeviceMasses:
     def __init__(self, tree: MassTree, rule: Rule, initial: int) -> None:
         device = tree.levels[0].device
         self.tree = tree
-        # whether the leaves are order codes
-        self.ordered = rule.ordered
-        self.rule = (
-            torch.tensor([rule.alpha, rule.eps, rule.clip], dtype=torch.float64, device=device),
-            torch.tensor([initial, rule.limit], dtype=torch.int64, device=device),
-        )
+        numbers = torch.tensor([rule.alpha, rule.eps, rule.clip], dtype=torch.float64, device=device)
+        # order codes are made without numbers
+        self.rule = torch.tensor([initial, rule.limit], device=device), *(() if rule.ordered else (numbers,))
         self.stamps = torch.full((tree.slots,), -1, dtype=torch.int32, device=device)
 
     @property
-    def extremes(self) -> tuple[Tensor, ...]:
-        """The extremes that an update makes dirty."""
-        return tuple(each for each in (self.tree.low, self.tree.high) if each is not None)
+    def arguments(self) -> TreeArguments:
+        """Levels, extremes that an update makes dirty, and rule, as kernels take them."""
+        return self.tree.levels, tuple(each for each in (self.tree.low, self.tree.high) if each is not None), self.rule
 
     @property
     def nbytes(self) -> int:
@@ -97,25 +97,19 @@ def plan_add(
         LAYOUT=layout,
         BLOCKS=blocks,
         GIVEN=given,
-        ORDERED=masses is not None and masses.ordered,
         SOURCE=-1 if source is None else source,
     )
     find_highest = plan_extreme(masses.tree, counters, low=False) if masses and source == Counter.HIGHEST else None
-    targets = tuple(stores[name] for name in names), *_mass_arguments(masses), counters, times_sampled
+    targets = tuple(stores[name] for name in names), NO_TREE if masses is None else masses.arguments
     numbers = (rows, skipped, capacity, segment, inserting)
 
     def add(values: Mapping[str, Tensor], priorities: Tensor | None, keys: Tensor) -> None:
         if find_highest is not None:
             find_highest()
         own, inputs = counters if priorities is None else priorities, tuple([values[name] for name in names])
-        launch(inputs, *targets, keys, own, *numbers, aligned=aligned(*inputs, own))
+        launch(inputs, *targets, (counters, times_sampled, keys), own, *numbers, aligned=aligned(*inputs, own))
 
     return add
-
-
-def _mass_arguments(masses: DeviceMasses | None) -> tuple[tuple[Tensor, ...], ...]:
-    """Levels, extremes and rule, as the kernels take them."""
-    return ((), (), ()) if masses is None else (masses.tree.levels, masses.extremes, masses.rule)
 
 
 def plan_update(
@@ -131,7 +125,8 @@ def plan_update(
     interpreted = counters.device.type == "cpu"
     together = keys_together(batch, interpreted) if masses is not None else 0
     draws = together or per_program(128, batch, interpreted)
-    programs, tree, numbers = -(-batch // draws), _mass_arguments(masses), (batch, capacity, reciprocal(capacity))
+    tree = NO_TREE if masses is None else masses.arguments
+    programs, numbers = -(-batch // draws), (batch, capacity, reciprocal(capacity))
     stamps = counters if masses is None else masses.stamps
     settles = masses is not None and not together
     stamp = Launch(settle_kernel, programs, DRAWS=draws) if settles else None
@@ -139,7 +134,6 @@ def plan_update(
         update_kernel,
         programs,
         TRACKS_ELIGIBILITY=tracks_eligibility,
-        ORDERED=masses is not None and masses.ordered,
         SETTLES=together > 0,
         num_warps=update_warps(together),
         DRAWS=draws,
@@ -148,11 +142,11 @@ def plan_update(
     def update(keys: Tensor, priorities: Tensor) -> None:
         is_aligned = aligned(keys, priorities)
         if stamp is None:
-            change(keys, priorities, *tree, stamps, counters, *numbers, aligned=is_aligned)
+            change(keys, priorities, tree, stamps, counters, *numbers, aligned=is_aligned)
             return
         try:
             stamp(keys, counters, stamps, *numbers, aligned=is_aligned)
-            change(keys, priorities, *tree, stamps, counters, *numbers, aligned=is_aligned)
+            change(keys, priorities, tree, stamps, counters, *numbers, aligned=is_aligned)
         except BaseException:
             # reset the stamps if the second launch failed, since they would win over those of later updates
             stamps.fill_(-1)
