@@ -40,11 +40,23 @@ CUT = tl.constexpr(16)
 
 
 @triton.jit
-def is_last(counters_ptr, programs):
-    """Whether this program is the last of `programs` to arrive: only it may change memory that the others read."""
+def last_of(counters_ptr, programs, count):
+    """Whether this program is the last of `programs` to arrive, and the sum of all their counts, below 2**31.
+
+    Only the last one may change memory that the others read. count: int64.
+    """
     # every thread has read the counters before the last program changes them
     tl.debug_barrier()
-    last = tl.atomic_add(counters_ptr + TICKET, 1) == programs - 1
+    # the upper half of the ticket adds up the counts
+    ticket = (count << 32) + 1
+    taken = tl.atomic_add(counters_ptr + TICKET, ticket) + ticket
+    last = (taken & 0xFFFFFFFF) == programs
     if last:
         tl.store(counters_ptr + TICKET, 0)
-    return last
+    return last, taken >> 32
+
+
+@triton.jit
+def is_last(counters_ptr, programs):
+    """Whether this program is the last of `programs` to arrive: see `last_of`."""
+    return last_of(counters_ptr, programs, tl.full([], 0, tl.int64))[0]

@@ -90,18 +90,19 @@ def draw_kernel(
     starts: levels of the tree of eligible starts, to take the newest of them; () takes the newest stored slots.
     ranks:  for "rank": the running sums of the masses of ranks, the ages in order of rank, and how many of these can
             be drawn: none of the newest `skipped` slots.
-    outputs: slots, keys, probabilities (1 from row `drawn` on) and masses, 0 in rows that were not drawn by one.
+    outputs: slots, keys, probabilities (1 from row `drawn` on) and masses, 0 in rows that were not drawn by one; and,
+             of draws by priority, for each program the smallest mass that it drew, or with LOWEST_OF_ALL that of all
+             slots, found before, or of the last rank.
     words:  words[0], if given, becomes the block of the stream after the words of the draws, which are `blocks_drawn`
             blocks; `batch` more words are then taken as well.
     per_...: reciprocals, see `division.py`.
 
-    The launch that finishes the sample reads counters[LOWEST]: here the smallest mass of the batch is written there, by
-    rank with LOWEST_OF_ALL that of all ranks. By mass the smallest of all slots has been found before. Nothing that
-    lasts is changed.
+    It changes nothing that lasts.
 
     A graph replayed after a `clear` may ask for more than there is: keys then repeat or mean nothing, and every access
     is in bounds.
     """
+    slots_ptr, keys_ptr, probability_ptr, masses_ptr, lowest_ptr = outputs
     UNIFORM: tl.constexpr = BY == "uniform"
     program = tl.program_id(0).to(tl.int64)
     draw = program * DRAWS + tl.arange(0, DRAWS)
@@ -145,6 +146,8 @@ def draw_kernel(
             slot, mass = descend(levels, root, target)
             chance = mass.to(tl.float64) / tl.maximum(within, 1).to(tl.float64)
             lowest = tl.min(tl.where(by_chance, mass, NO_MASS), axis=0)
+            if LOWEST_OF_ALL:
+                lowest = tl.load(counters_ptr + LOWEST)
         else:
             sums_ptr, ages_ptr, count_ptr = ranks
             count = tl.maximum(tl.load(count_ptr), 1)
@@ -160,8 +163,7 @@ def draw_kernel(
             if LOWEST_OF_ALL:
                 # that of the last rank
                 lowest = total - tl.load(sums_ptr + count - 2, mask=count > 1, other=0)
-        if BY == "rank" or not LOWEST_OF_ALL:
-            tl.atomic_min(counters_ptr + LOWEST, lowest, sem="relaxed")
+        tl.store(lowest_ptr + program, lowest)
         # only the last programs have newest rows
         if (program + 1) * DRAWS > drawn:
             if len(starts) > 0:
@@ -171,7 +173,7 @@ def draw_kernel(
             slot = tl.where(by_chance, slot, last)
 
     live = draw < batch
-    tl.store(outputs[0] + draw, slot, mask=live)
-    tl.store(outputs[1] + draw, key_in_slot(slot, added, head, capacity), mask=live)
-    tl.store(outputs[2] + draw, tl.where(by_chance, chance, 1.0).to(tl.float32), mask=live)
-    tl.store(outputs[3] + draw, tl.where(by_chance, mass, 0), mask=live)
+    tl.store(slots_ptr + draw, slot, mask=live)
+    tl.store(keys_ptr + draw, key_in_slot(slot, added, head, capacity), mask=live)
+    tl.store(probability_ptr + draw, tl.where(by_chance, chance, 1.0).to(tl.float32), mask=live)
+    tl.store(masses_ptr + draw, tl.where(by_chance, mass, 0), mask=live)

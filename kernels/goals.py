@@ -27,12 +27,13 @@ def choose_goals_kernel(
 
     Steps are counted from the row's own one, those before it with a minus. LAST: take the last step of the episode;
     EPISODE: any stored one; else one from the row's own on. Its words begin `after` blocks on. A
-    replayed graph may have drawn slots that are not live: all of it stays inside.
+    replayed graph may have drawn slots that are not live: every access is in bounds.
 
-    streams: flags, depths, spans, spans of parted episodes, rows of final observations. outputs: rows, known, slots,
+    streams: flags, depths, spans, spans of clipped episodes, rows of final observations. outputs: rows, known, slots,
     and, where final observations are kept, their rows.
     """
     flags_ptr, depth_ptr, spans_ptr, parted_ptr, final_ptr = streams
+    rows_ptr, known_ptr, slots_ptr = outputs[0], outputs[1], outputs[2]
     draw = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     live = draw < count
     added = tl.load(counters_ptr + ADDED)
@@ -80,8 +81,9 @@ def choose_goals_kernel(
         pooled = (tl.load(flags_ptr + place, mask=live, other=0).to(tl.int32) & FINAL) != 0
         kept = tl.load(final_ptr + place, mask=live & pooled, other=0)
         kept = tl.minimum(tl.maximum(kept, 0), finals - 1)
-        tl.store(outputs[3] + draw, tl.where(pooled, kept, -1).to(tl.int64), mask=live)
+        places_ptr = outputs[3]
+        tl.store(places_ptr + draw, tl.where(pooled, kept, -1).to(tl.int64), mask=live)
         after = tl.where(pooled, line, after)
-    tl.store(outputs[0] + draw, row, mask=live)
-    tl.store(outputs[1] + draw, known, mask=live)
-    tl.store(outputs[2] + draw, after * envs + env, mask=live)
+    tl.store(rows_ptr + draw, row, mask=live)
+    tl.store(known_ptr + draw, known, mask=live)
+    tl.store(slots_ptr + draw, after * envs + env, mask=live)

@@ -10,8 +10,8 @@ from .constants import EDGE, HIGHEST, LOWEST, NO_MASS, PENDING_MAX_MASS, is_last
 def find_extreme_kernel(extremes_ptr, leaves_ptr, counters_ptr, blocks, LOW: tl.constexpr, BLOCKS: tl.constexpr):
     """counters[HIGHEST] = the largest mass, or with LOW counters[LOWEST] = the smallest that is not 0.
 
-    What an earlier call left in either counter does not matter: programs collect the extreme in another one, at 0
-    between launches, and the last program moves it. extremes: of blocks of EDGE leaves; a program looks at BLOCKS of them.
+    What an earlier call left there does not matter: programs collect the extreme in a counter that is 0 between
+    launches, and the last program moves it. extremes: of blocks of EDGE leaves; a program looks at BLOCKS of them.
     """
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     # blocks past the end hold no mass

@@ -22,21 +22,21 @@ from .ring import write_rows
 
 
 @triton.jit
-def mass_of(priority, rule, ORDERED: tl.constexpr):
+def mass_of(priority, rule):
     """float64 priorities to int64 masses, 0 where not finite, and whether they were cut to the limit.
 
-    rule: pointers to alpha, eps and clip, float64, and to the initial mass and the limit, int64.
+    rule: pointers to the initial mass and the limit, int64, and to alpha, eps and clip, float64. Without the second
+          masses are order codes: the bits of |priority|, plus 1.
 
-    clamp(floor(min(|priority| + eps, clip) ** alpha * 2**20 + 0.5), 1, limit); with ORDERED the order code, which is
-    the bits of |priority|, plus 1.
+    clamp(floor(min(|priority| + eps, clip) ** alpha * 2**20 + 0.5), 1, limit)
     """
-    numbers_ptr, masses_ptr = rule
     x = tl.abs(priority)
     finite = x <= 1.7976931348623157e308
-    if ORDERED:
+    if len(rule) == 1:
         mass = x.to(tl.int64, bitcast=True) + 1
         saturated = x < 0
     else:
+        masses_ptr, numbers_ptr = rule
         alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
         limit = tl.load(masses_ptr + 1)
         x = tl.maximum(tl.minimum(tl.where(finite, x, 1.0) + eps, clip), 1e-300)
@@ -51,7 +51,7 @@ def mass_of(priority, rule, ORDERED: tl.constexpr):
 @triton.jit
 def initial_mass(rule, counters_ptr, SOURCE: tl.constexpr):
     """The mass of transitions that come without a priority; SOURCE: the counter that holds it, or -1."""
-    mass = tl.load(rule[1])
+    mass = tl.load(rule[0])
     if SOURCE >= 0:
         # the largest mass, 0 before there was any
         largest = tl.load(counters_ptr + SOURCE)
@@ -65,7 +65,7 @@ def count_masses(mass, saturated, live, counters_ptr, LARGEST: tl.constexpr, sta
 
     stale: keys to be counted as such, if there can be any.
     """
-    # one sum for all of them: no program has 2**20
+    # one sum of three counts, each of 20 bits: a program has fewer masses
     counted = tl.where(live & (mass == 0), 1 << 20, 0).to(tl.int64) + tl.where(live & saturated, 1 << 40, 0)
     if stale is not None:
         counted += stale.to(tl.int64)
@@ -99,9 +99,7 @@ def is_live(key, counters_ptr, capacity):
 @triton.jit(do_not_specialize=["rows", "skipped", "capacity", "segment", "inserting"])
 def add_kernel(
     stores,
-    levels,
-    extremes,
-    rule,
+    tree,
     counters_ptr,
     times_sampled_ptr,
     inputs,
@@ -115,16 +113,17 @@ def add_kernel(
     LAYOUT: tl.constexpr,
     BLOCKS: tl.constexpr,
     GIVEN: tl.constexpr,
-    ORDERED: tl.constexpr,
     SOURCE: tl.constexpr,
 ):
     """Store transitions, give them their keys and masses, and count them: an `add` is this launch.
 
     The first `inserting` programs give masses, the others move rows of the fields. The slots form one segment, or two
-    where the ring wraps; each has `segment` programs, a program covers BLOCKS blocks of FANOUT slots. levels, extremes,
-    rule: of the tree, those of blocks of EDGE leaves, and for `mass_of`; empty without priorities. The last program to
-    finish moves the ring on.
+    where the ring wraps; each has `segment` programs, a program covers BLOCKS blocks of FANOUT slots. The last program
+    to finish moves the ring on.
+
+    tree: levels, extremes of blocks of EDGE leaves, and the rule of `mass_of`; all empty without priorities.
     """
+    levels, extremes, rule = tree
     program = tl.program_id(0).to(tl.int64)
     added = tl.load(counters_ptr + ADDED)
     skipped = skipped.to(tl.int64)
@@ -147,7 +146,7 @@ def add_kernel(
                 new = tl.full([BLOCKS, FANOUT], 0, tl.int64) + initial_mass(rule, counters_ptr, SOURCE)
                 if GIVEN:
                     priority = tl.load(priority_ptr + row, mask=live, other=0).to(tl.float64)
-                    own, saturated = mass_of(priority, rule, ORDERED)
+                    own, saturated = mass_of(priority, rule)
                     new = tl.where(own > 0, own, new)
                     count_masses(own, saturated, live, counters_ptr, PENDING_MAX_MASS)
                 # slots outside the segment keep their mass
@@ -169,7 +168,7 @@ def add_kernel(
             tl.store(keys_ptr + for_key, added + for_key, mask=named)
             if GIVEN:
                 priority = tl.load(priority_ptr + for_key, mask=named, other=0).to(tl.float64)
-                own, saturated = mass_of(priority, rule, ORDERED)
+                own, saturated = mass_of(priority, rule)
                 count_masses(own, saturated, named, counters_ptr, PENDING_MAX_MASS)
     else:
         write_rows(inputs, stores, added, program - inserting, rows, skipped, capacity, LAYOUT)
@@ -203,25 +202,23 @@ def add_to_root(root_ptr, node, change):
 def update_kernel(
     keys_ptr,
     priority_ptr,
-    levels,
-    extremes,
-    rule,
+    tree,
     stamp_ptr,
     counters_ptr,
     batch,
     capacity,
     per_capacity,
     TRACKS_ELIGIBILITY: tl.constexpr,
-    ORDERED: tl.constexpr,
     SETTLES: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
     """Give the winners that `settle_kernel` left their masses and their ancestors the differences.
 
     Winners are distinct slots, so a leaf is read and written by one thread only. With TRACKS_ELIGIBILITY, slots of
-    mass 0 keep it. With SETTLES a single program, which has all the keys, finds the winners itself. Without levels,
-    stale keys are counted and nothing else happens. per_capacity: see `division.py`.
+    mass 0 keep it. With SETTLES a single program, which has all the keys, finds the winners itself. Without a tree, see
+    `add_kernel`, stale keys are counted and nothing else happens. per_capacity: see `division.py`.
     """
+    levels, extremes, rule = tree
     position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     named = position < batch
     # positions past the end name no key
@@ -240,7 +237,7 @@ def update_kernel(
         # a stamp is read and reset by atomics: a winner may be in another program, and no cache on the way can hold an
         # older one; no stamp is below -1
         stamp = tl.atomic_max(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=live, sem="relaxed")
-        new, saturated = mass_of(priority, rule, ORDERED)
+        new, saturated = mass_of(priority, rule)
         # a loser sees the winner's position, or the reset that the winner left
         winner = live & (stamp == position)
         if not SETTLES:

@@ -69,7 +69,7 @@ def permuted_rank(draw, by_chance, count, block, seed):
     pairs = tl.where(count < FEW, ROUNDS_OF_FEW // 2, ROUNDS // 2)
     first, second, third, fourth = words_of(block + tl.arange(0, ROUNDS_OF_FEW // 2), seed)
     limit = count.to(tl.uint64)
-    # rows that draw nothing stay where they are; the others start inside and so come back inside
+    # rows that draw nothing stay where they are; a walk that starts in [0, count) comes back to it
     image = tl.where(by_chance, draw % count, 0).to(tl.uint64)
     outside = by_chance
     while tl.max(outside.to(tl.int32), axis=0) > 0:

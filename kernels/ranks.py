@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .constants import ADDED, BASE, NO_MASS, TICKET
+from .constants import ADDED, BASE, NO_MASS, last_of
 
 
 @triton.jit(do_not_specialize=["capacity", "skipped"])
@@ -18,12 +18,9 @@ def arrange_kernel(codes_ptr, arranged_ptr, count_ptr, counters_ptr, capacity, s
     # code 0: comes after all that can be drawn
     code = tl.load(codes_ptr + slot, mask=age < capacity - skipped, other=0)
     tl.store(arranged_ptr + age, code, mask=age < capacity)
-    # the upper half of the ticket adds up the counts of the programs
-    mine = (tl.sum((code > 0).to(tl.int64), axis=0) << 32) + 1
-    done = tl.atomic_add(counters_ptr + TICKET, mine) + mine
-    if (done & 0xFFFFFFFF) == tl.num_programs(0):
-        tl.store(counters_ptr + TICKET, 0)
-        tl.store(count_ptr, done >> 32)
+    last, count = last_of(counters_ptr, tl.num_programs(0), tl.sum((code > 0).to(tl.int64), axis=0))
+    if last:
+        tl.store(count_ptr, count)
 
 
 @triton.jit
@@ -38,5 +35,5 @@ def rank_at(sums_ptr, target, count, DIGITS: tl.constexpr):
         total = tl.load(sums_ptr + last, mask=last < count, other=NO_MASS)  # [DRAWS, BASE]
         passed = tl.sum((total <= target[:, None]).to(tl.int64), axis=1)
         rank += passed * (BASE ** (DIGITS - 1 - place))
-    # where nothing is ranked the draw stays inside
+    # in bounds where nothing is ranked
     return tl.minimum(rank, count - 1)

@@ -59,12 +59,13 @@ def gather_rows(sources, outputs, slots_ptr, batch, local, FROM: tl.constexpr, L
     return local
 
 
-@triton.jit(do_not_specialize=["batch", "blocks_drawn"])
+@triton.jit(do_not_specialize=["batch", "minima", "blocks_drawn"])
 def gather_kernel(
     sources,
     counters_ptr,
     counted,
     batch,
+    minima,
     blocks_drawn,
     outputs,
     slots_ptr,
@@ -80,15 +81,13 @@ def gather_kernel(
     batch = batch.to(tl.int64)
     local = tl.program_id(0).to(tl.int64)
     if DRAWS > 0:
-        local = finish(sample, counted, counters_ptr, local, batch, blocks_drawn, beta, DRAWS)
+        local = finish(sample, counted, counters_ptr, local, batch, minima, blocks_drawn, beta, DRAWS)
     gather_rows(sources, outputs, slots_ptr, batch, local, 0, LAYOUT)
 
 
 @triton.jit
 def write_rows(inputs, stores, added, local, rows, skipped, capacity, LAYOUT: tl.constexpr):
-    """stores[f][(added + i) % capacity] = inputs[f][i] for skipped <= i < rows; a program moves one tile of one
-    field.
-    """
+    """stores[f][(added + i) % capacity] = inputs[f][i] for skipped <= i < rows; a program moves a tile of one field."""
     kept = rows - skipped
     start = (added + skipped) % capacity
     for f in tl.static_range(len(LAYOUT.widths)):

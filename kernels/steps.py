@@ -18,8 +18,8 @@ from .constants import (
     SATURATED,
     SHIFT,
     TERMINATED,
-    TICKET,
     TRUNCATED,
+    last_of,
 )
 from .division import remainder
 from .priorities import initial_mass, mass_of, raise_max_mass
@@ -51,10 +51,11 @@ def assign(levels, extremes, eligible, slot, new, touched):
 
 
 @triton.jit
-def keeps_final(env, named, step, HINDSIGHT: tl.constexpr):
+def keeps_final(env, named, ends, HINDSIGHT: tl.constexpr):
     """Whether the episodes of environments end with a final observation to be kept: 1 or 0."""
-    terminated = tl.load(step[0] + env, mask=named, other=0)
-    truncated = tl.load(step[1] + env, mask=named, other=0)
+    terminated_ptr, truncated_ptr = ends
+    terminated = tl.load(terminated_ptr + env, mask=named, other=0)
+    truncated = tl.load(truncated_ptr + env, mask=named, other=0)
     # a terminated window needs none, but its goal may be wanted
     return (terminated | truncated if HINDSIGHT else truncated > terminated).to(tl.int64)
 
@@ -63,7 +64,7 @@ def keeps_final(env, named, step, HINDSIGHT: tl.constexpr):
 def final_rows(
     env,
     named,
-    step,
+    ends,
     owner_ptr,
     kept,
     oldest,
@@ -80,8 +81,8 @@ def final_rows(
     wants = tl.full([BEFORE], 0, tl.int64)
     for begin in range(0, first, BEFORE):
         other = begin + tl.arange(0, BEFORE)
-        wants += keeps_final(other, other < first, step, HINDSIGHT)
-    keeps = keeps_final(env, named, step, HINDSIGHT)
+        wants += keeps_final(other, other < first, ends, HINDSIGHT)
+    keeps = keeps_final(env, named, ends, HINDSIGHT)
     rank = tl.sum(wants, axis=0) + tl.cumsum(keeps, axis=0) - 1
     few = (keeps > 0) & (rank < finals)
     place = remainder(kept, finals, per_finals) + rank
@@ -105,15 +106,14 @@ def final_rows(
 )
 def add_step_kernel(
     stores,
-    levels,
-    extremes,
+    tree,
     eligible,
-    rule,
     streams,
     counters_ptr,
     times_sampled_ptr,
     inputs,
-    step,
+    ends,
+    priority,
     keys_ptr,
     envs,
     capacity,
@@ -128,7 +128,6 @@ def add_step_kernel(
     ENVS: tl.constexpr,
     AGES: tl.constexpr,
     FRAMES: tl.constexpr,
-    ORDERED: tl.constexpr,
     SOURCE: tl.constexpr,
     NEXT_STEP: tl.constexpr,
     WITH_FINALS: tl.constexpr,
@@ -140,20 +139,20 @@ def add_step_kernel(
     last AGES starts of each, which the step may complete, and FRAMES that may lose a frame of their stack. The last
     program to finish moves the ring on.
 
-    levels:   of the masses, or of the eligible tree where there are no masses; else `eligible` are those of the latter.
-    rule:     see `mass_of`, () without masses.
+    tree:     levels, extremes and rule of the masses, as in `add_kernel`; without masses those of eligible starts.
+    eligible: levels of the tree of eligible starts beside one of masses, or ().
     streams:  flags, depth, pending, final, owner, spans and parted of `ops.eligibility.Streams`.
-    step:     terminated and truncated of each environment, and its priority where given.
+    ends:     terminated and truncated of each environment.
+    priority: of each environment, or ().
     per_...:  reciprocals for `remainder`.
     """
     flags_ptr, depth_ptr, pending_ptr, final_ptr, owner_ptr, spans_ptr, parted_ptr = streams
-    terminated_ptr, truncated_ptr = step[0], step[1]
+    levels, extremes, rule = tree
+    terminated_ptr, truncated_ptr = ends
     MASSES: tl.constexpr = len(rule) > 0
-    GIVEN: tl.constexpr = len(step) > 2
     program = tl.program_id(0).to(tl.int64)
     added, finals_kept = tl.load(counters_ptr + ADDED), tl.load(counters_ptr + FINALS)
-    # the upper half of the ticket sums the counts that the programs keep
-    mine = tl.full([], 1, tl.int64)
+    count = tl.full([], 0, tl.int64)
     if program < stepping:
         env = program * ENVS + tl.arange(0, ENVS)
         named = env < envs
@@ -171,20 +170,20 @@ def add_step_kernel(
         terminated = tl.load(terminated_ptr + env, mask=named, other=0).to(tl.int32)
         truncated = tl.load(truncated_ptr + env, mask=named, other=0).to(tl.int32)
         flags = terminated * TERMINATED | truncated * TRUNCATED
-        over = before & (TERMINATED | TRUNCATED | CUT)
+        is_first = (before & (TERMINATED | TRUNCATED | CUT)) != 0
         if NEXT_STEP:
-            # a step that was broken off from outside is followed by a first one
-            dead = ((before & (TERMINATED | TRUNCATED)) != 0) & ((before & CUT) == 0)
-            flags = tl.where(dead, DEAD, flags)
-            over = before & (DEAD | CUT)
+            # the step after an ending has its final observation alone; one that was cut is followed by a first one
+            is_dead = ((before & (TERMINATED | TRUNCATED)) != 0) & ((before & CUT) == 0)
+            flags = tl.where(is_dead, DEAD, flags)
+            is_first = (before & (DEAD | CUT)) != 0
         behind = depth.to(tl.int64)
         # nothing comes before the very first step
-        depth = tl.where((over != 0) | (added == 0), 0, depth)
+        depth = tl.where(is_first | (added == 0), 0, depth)
 
         kept = env * 0
         if WITH_FINALS:
             place, free = final_rows(
-                env, named, step, owner_ptr, finals_kept, oldest, finals, per_finals, program * ENVS, HINDSIGHT
+                env, named, ends, owner_ptr, finals_kept, oldest, finals, per_finals, program * ENVS, HINDSIGHT
             )
             # copies of a thread's row in other threads have been read before it changes
             tl.debug_barrier()
@@ -197,9 +196,9 @@ def add_step_kernel(
         if MASSES:
             initial = initial_mass(rule, counters_ptr, SOURCE)
         own = env * 0
-        if GIVEN:
-            priority = tl.load(step[2] + env, mask=named, other=0).to(tl.float64)
-            own, saturated = mass_of(priority, rule, ORDERED)
+        if len(priority) > 0:
+            given = tl.load(priority[0] + env, mask=named, other=0).to(tl.float64)
+            own, saturated = mass_of(given, rule)
             rejected = named & (own == 0) & ((flags & DEAD) == 0)
             tl.atomic_add(counters_ptr + REJECTED, tl.sum(rejected.to(tl.int64)), sem="relaxed")
             tl.atomic_add(counters_ptr + SATURATED, tl.sum((named & saturated).to(tl.int64)), sem="relaxed")
@@ -210,7 +209,7 @@ def add_step_kernel(
             parted = tl.load(parted_ptr + env, mask=named, other=0)
             parted = tl.where(gone, tl.load(spans_ptr + slot, mask=named, other=0), parted)
             # the span of the episode that this step leaves behind; before the very first step no flags are set
-            leaves = named & (over != 0)
+            leaves = named & is_first
             span = (behind - 1).to(tl.int32) + ((before & FINAL) != 0).to(tl.int32)
             held = leaves & (behind * envs < capacity)
             parted = tl.where(leaves & (held == 0), span, parted)
@@ -225,7 +224,7 @@ def add_step_kernel(
             tl.store(spans_ptr + first, span, mask=held)
             if NEXT_STEP:
                 # the final observation of the step before this dead one has come
-                tl.store(flags_ptr + previous, (before | FINAL).to(tl.uint8), mask=named & dead & (previous != slot))
+                tl.store(flags_ptr + previous, (before | FINAL).to(tl.uint8), mask=named & is_dead & (previous != slot))
         tl.store(flags_ptr + slot, flags.to(tl.uint8), mask=named)
         tl.store(depth_ptr + slot, depth, mask=named)
         tl.store(pending_ptr + line + env, own, mask=named)
@@ -269,19 +268,16 @@ def add_step_kernel(
         tl.atomic_add(counters_ptr + ELIGIBLE, more, sem="relaxed")
         if MASSES:
             tl.atomic_max(counters_ptr + PENDING_MAX_MASS, tl.max(tl.max(pending_mass, axis=1), axis=0), sem="relaxed")
-        mine += tl.sum(kept, axis=0) << 32
+        count += tl.sum(kept, axis=0)
     else:
         write_rows(inputs, stores, added, program - stepping, envs, envs * 0, capacity, LAYOUT)
 
-    # every thread has read the counters before the last program changes them
-    tl.debug_barrier()
-    done = tl.atomic_add(counters_ptr + TICKET, mine) + mine
-    if (done & 0xFFFFFFFF) == tl.num_programs(0):
-        tl.store(counters_ptr + TICKET, 0)
+    last, all_kept = last_of(counters_ptr, tl.num_programs(0), count)
+    if last:
         if MASSES:
             raise_max_mass(counters_ptr)
         if WITH_FINALS:
-            tl.store(counters_ptr + FINALS, finals_kept + (done >> 32))
+            tl.store(counters_ptr + FINALS, finals_kept + all_kept)
         tl.store(counters_ptr + ADDED, added + envs)
 
 
@@ -291,7 +287,7 @@ def keep_finals_kernel(
     owner_ptr,
     counters_ptr,
     inputs,
-    step,
+    ends,
     envs,
     capacity,
     finals,
@@ -314,7 +310,7 @@ def keep_finals_kernel(
             env, column = tile_at(local, f, LAYOUT)
             first = local // LAYOUT.chunks[f] * LAYOUT.rows[f]
             place, free = final_rows(
-                env, env < envs, step, owner_ptr, kept, oldest, finals, per_finals, first, HINDSIGHT
+                env, env < envs, ends, owner_ptr, kept, oldest, finals, per_finals, first, HINDSIGHT
             )
             live = free[:, None] & (column < LAYOUT.widths[f])[None, :]
             # rows that are not kept may hold anything, and are not read

@@ -48,6 +48,7 @@ def window_from(
     left:    with PARTIAL, of windows that are not known to be whole, the steps that are stored from each start on.
     returns: their lengths; flags and slots of their last steps; if REWARDED their discounted rewards, float64.
     """
+    rewards_ptr, powers_ptr = rewards
     ENDS: tl.constexpr = (TERMINATED | TRUNCATED | CUT | DEAD) if PARTIAL else (TERMINATED | TRUNCATED)
     length = start * 0
     last = start
@@ -64,8 +65,8 @@ def window_from(
             if PARTIAL:
                 open = open & (age < left)
             if REWARDED:
-                power = tl.load(rewards[1] + tl.minimum(age, N))
-                step_reward = tl.load(rewards[0] + slot, mask=named, other=0).to(tl.float64)
+                power = tl.load(powers_ptr + tl.minimum(age, N))
+                step_reward = tl.load(rewards_ptr + slot, mask=named, other=0).to(tl.float64)
                 reward += tl.where(open, step_reward, 0.0) * power
             length += open.to(tl.int64)
             last = tl.where(open, slot, last)
@@ -97,7 +98,7 @@ def moved_column(column, down, right, HEIGHT: tl.constexpr, SIDE: tl.constexpr):
     return picture[None, :] + y * SIDE + x
 
 
-@triton.jit(do_not_specialize=["batch", "num_envs", "steps", "span", "together", "blocks_drawn"])
+@triton.jit(do_not_specialize=["batch", "num_envs", "steps", "span", "together", "minima", "blocks_drawn"])
 def gather_windows_kernel(
     sources,
     pools,
@@ -110,6 +111,7 @@ def gather_windows_kernel(
     steps,
     span,
     together,
+    minima,
     blocks_drawn,
     outputs,
     next_outputs,
@@ -127,7 +129,7 @@ def gather_windows_kernel(
     TOGETHER: tl.constexpr,
     NEXT_STEP: tl.constexpr,
     ZERO: tl.constexpr,
-    SHIFT: tl.constexpr,
+    RANDOM_SHIFT: tl.constexpr,
     HINDSIGHT: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
@@ -151,6 +153,7 @@ def gather_windows_kernel(
     items: see `finish`.
     """
     flags_ptr, depth_ptr, final_ptr = streams
+    powers_ptr = rewards[1]
     PARTIAL: tl.constexpr = len(stored) > 0
     batch = batch.to(tl.int64)
     num_envs = num_envs.to(tl.int64)
@@ -161,7 +164,7 @@ def gather_windows_kernel(
     # the program's number among those of the weights, then among those of the current field
     local = tl.program_id(0).to(tl.int64)
     if DRAWS > 0:
-        local = finish(sample, counted, counters_ptr, local, batch // span, blocks_drawn, beta, DRAWS)
+        local = finish(sample, counted, counters_ptr, local, batch // span, minima, blocks_drawn, beta, DRAWS)
     for f in tl.static_range(STACKED):
         parts = (LAYOUT.chunks[f] + together - 1) // together if LAYOUT.chunks[f] > 1 else 1
         programs = (batch * STACK + (LAYOUT.rows[f] - 1)) // LAYOUT.rows[f] * parts * KINDS
@@ -195,7 +198,7 @@ def gather_windows_kernel(
                     stays = stays | final
                     if PARTIAL:
                         final = final & ((flag & FINAL) != 0)
-                    # the newest frame is a kept final observation, the others are one step closer
+                    # the newest frame is a kept final observation, the others are shifted by one step
                     pooled = final & (age == 0)
                     age = tl.where(final, tl.maximum(age - 1, 0), age)
                 newest = later(last, tl.where(stays, 0, 1), num_envs, steps)
@@ -207,9 +210,9 @@ def gather_windows_kernel(
             if len(pools) > 0:
                 place = tl.load(final_ptr + newest, mask=pooled & named, other=0).to(tl.int64)
                 present = present & ~pooled
-            if SHIFT > 0 and LAYOUT.heights[f] > 0:
+            if RANDOM_SHIFT > 0 and LAYOUT.heights[f] > 0:
                 seed = tl.load(counters_ptr + SEED)
-                down, right = shifts_of(item, span, tl.load(words[0]), seed, kind, SHIFT)
+                down, right = shifts_of(item, span, tl.load(words[0]), seed, kind, RANDOM_SHIFT)
             # the places of the frames are known: from here on only frames are loaded
             begin = 0
             end = 1
@@ -219,7 +222,7 @@ def gather_windows_kernel(
             for chunk in range(begin, end):
                 column = chunk * LAYOUT.columns[f] + tl.arange(0, LAYOUT.columns[f])
                 inside = column[None, :]
-                if SHIFT > 0 and LAYOUT.heights[f] > 0:
+                if RANDOM_SHIFT > 0 and LAYOUT.heights[f] > 0:
                     inside = moved_column(column, down, right, LAYOUT.heights[f], LAYOUT.sides[f])
                 within = (column < LAYOUT.widths[f])[None, :]
                 read = present[:, None] & within
@@ -245,9 +248,11 @@ def gather_windows_kernel(
             flags_ptr, rewards, start, left, live, num_envs, steps, N, TOGETHER, True, PARTIAL
         )
         terminated = (flag & TERMINATED) != 0
-        discount = tl.load(rewards[1] + length, mask=live & ~terminated, other=0.0)
-        tl.store(numbers[0] + item, reward.to(tl.float32), mask=live)
-        tl.store(numbers[1] + item, discount.to(tl.float32), mask=live)
+        discount = tl.load(powers_ptr + length, mask=live & ~terminated, other=0.0)
+        reward_ptr, discount_ptr = numbers[0], numbers[1]
+        tl.store(reward_ptr + item, reward.to(tl.float32), mask=live)
+        tl.store(discount_ptr + item, discount.to(tl.float32), mask=live)
         if len(numbers) > 2:
-            tl.store(numbers[2] + item, terminated, mask=live)
-            tl.store(numbers[3] + item, (flag & TRUNCATED) != 0, mask=live)
+            terminated_ptr, truncated_ptr = numbers[2], numbers[3]
+            tl.store(terminated_ptr + item, terminated, mask=live)
+            tl.store(truncated_ptr + item, (flag & TRUNCATED) != 0, mask=live)

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.storage import Storage
 from gpu_replay.graphs.stream_order import StreamOrder
-from gpu_replay.ops.counters import NO_MASS, Counter
+from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import plan_draw
 from gpu_replay.ops.launch import allocator, plans
 from gpu_replay.ops.priorities import DeviceMasses, plan_update
@@ -52,7 +52,7 @@ class DeviceSampler:
                 "or a sampler of gpu_replay."
             )
         self._storage = storage
-        self._scratch: dict[int, tuple[Tensor, ...]] = {}
+        self._scratch: dict[int, Tensor] = {}
         self._schedule: Tensor | None = None
         self._ranks: DeviceRanks | None = None
         # whether it draws from some of the slots, for one call
@@ -80,7 +80,7 @@ class DeviceSampler:
     def scratch_bytes(self) -> int:
         """Bytes beside those of the state."""
         parts = [part.nbytes for part in (self.masses, self._ranks) if part is not None]
-        return sum(parts) + sum(tensor.nbytes for pair in self._scratch.values() for tensor in pair)
+        return sum(parts) + sum(tensor.nbytes for tensor in self._scratch.values())
 
     def rebuild(self) -> None:
         """Take over a restored state, whose counters hold the seed. Waits for the device."""
@@ -152,13 +152,15 @@ class DeviceSampler:
         sampler.state, sampler._narrowed = self.state.narrowed(allowed), True
         return sampler
 
-    def _kept(self, batch: int) -> tuple[Tensor, ...]:
-        """Memory for slots and masses of batches of one size, which the launches of one call alone read; () where there
-        are too many sizes to keep it for each. It is never freed before the buffer, since graphs may have captured it.
+    def _kept(self, batch: int, minima: int) -> tuple[Tensor, ...]:
+        """Memory for slots, masses and their minima of batches of one size, which the launches of one call alone read;
+        () where there are too many sizes to keep it for each.
+
+        It is never freed before the buffer, since graphs may have captured it.
         """
         if batch not in self._scratch and len(self._scratch) < _SIZES_KEPT:
-            self._scratch[batch] = torch.empty((2, batch), dtype=torch.int64, device=self.device).unbind()
-        return self._scratch.get(batch, ())
+            self._scratch[batch] = torch.empty(2 * batch + minima, dtype=torch.int64, device=self.device)
+        return self._scratch[batch].split((batch, batch, minima)) if batch in self._scratch else ()
 
     def make_sample(
         self,
@@ -181,7 +183,7 @@ class DeviceSampler:
         drawn = batch - state.sampler.newest_of(batch)
         # an order that leaves out slots is valid for one call only
         by_rank, alone = ranks is not None and drawn > 0, skipped > 0 or self._narrowed
-        draw, blocks = plan_draw(
+        draw, blocks, minima = plan_draw(
             base.kernel or "uniform",
             state.counters,
             drawn,
@@ -197,27 +199,22 @@ class DeviceSampler:
             replacement=base.replacement,
         )
         schedule = (self._schedule,) if scheduled and self._schedule is not None else ()
-        gather = make_gather(Finish(self._storage.times_sampled, blocks + more, schedule))
+        gather = make_gather(Finish(self._storage.times_sampled, blocks + more, minima, schedule))
         fixed = 0.0 if isinstance(base.beta, LinearSchedule) else base.beta
 
         integers, floats = (allocator((batch,), dtype, device) for dtype in (torch.int64, torch.float32))
-        kept = self._kept(batch)
+        kept = self._kept(batch, minima)
 
         def sample(beta: float | None) -> dict[str, Tensor]:
-            slots, masses = kept or (integers(), integers())
+            slots, masses, lowest = kept or (integers(), integers(), integers())
             key, probability, weight = integers(), floats(), floats()
             words = (torch.empty(1, dtype=torch.int64, device=device),) if shifted else ()
             ranked: tuple[Tensor, ...] = ()
             if ranks is not None and by_rank:
                 order = ranks.of(state.masses, skipped) if alone else ranks.current(state.masses, self.order.captures)
                 ranked = ranks.sums, *order
-            try:
-                draw(ranked, (slots, key, probability, masses), words)
-                tensors = gather(slots, words, (slots, masses, weight), fixed if beta is None else beta)
-            except BaseException:
-                if not self.capturing():
-                    self.counters[Counter.LOWEST] = NO_MASS
-                raise
+            draw(ranked, (slots, key, probability, masses, lowest), words)
+            tensors = gather(slots, words, (slots, masses, weight, lowest), fixed if beta is None else beta)
             tensors["key"], tensors["probability"], tensors["weight"] = key, probability, weight
             return tensors
 

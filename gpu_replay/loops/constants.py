@@ -20,7 +20,7 @@ class Counter:
     SATURATED = 8  # priorities whose mass was cut to the limit
     SEED = 9  # seed of the Philox stream, 64 bits
     TICKET = 10  # programs of the launch in progress that have finished
-    LOWEST = 11  # smallest mass seen by the sample in progress, NO_MASS between samples
+    LOWEST = 11  # smallest stored mass, as the last sample that looked for it found it
     HIGHEST = 12  # largest stored mass, as the last add that looked for it found it
     ELIGIBLE = 13  # starts of a trajectory buffer that can be drawn
     FINALS = 14  # final observations of a trajectory buffer ever kept

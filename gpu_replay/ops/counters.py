@@ -29,7 +29,6 @@ def counter_values(lasting: dict[str, int], seed: int) -> list[int]:
     for name, place in LASTING.items():
         values[place] = lasting.get(name, 0)
     values[Counter.SEED] = (seed + 2**63) % 2**64 - 2**63
-    values[Counter.LOWEST] = NO_MASS
     return values
 
 

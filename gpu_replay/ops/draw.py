@@ -211,11 +211,13 @@ def plan_draw(
     stratified: bool = True,
     lowest_of_all: bool = False,
     replacement: bool = False,
-) -> tuple[Callable[..., None], int]:
-    """Device: a function that draws `drawn` rows and takes the newest for the rest of the batch, by one launch, and the
-    blocks of random words that it takes. Its arguments: () or, to draw by rank, the sums of the masses of the ranks up
-    to each, the ages in order of rank and their number, without the skipped slots; (batch,) slots, keys, probabilities
-    and masses to be filled; where to put the place of the words for shifts, or ().
+) -> tuple[Callable[..., None], int, int]:
+    """Device: a function that draws `drawn` rows and takes the newest for the rest of the batch, by one launch; the
+    blocks of random words that it takes, and how many minima of masses it leaves.
+
+    Its arguments: () or, to draw by rank, the sums of the masses of the ranks up to each, the ages in order of rank and
+    their number, without the skipped slots; (batch,) slots, keys, probabilities and masses, and the minima, to be
+    filled; where to put the place of the words for shifts, or ().
 
     tree:    of masses, to draw by mass.
     starts:  of ones for eligible starts, for uniform draws and the newest; None where all stored slots can be drawn.
@@ -265,13 +267,13 @@ def plan_draw(
         SKIPS=skipped > 0,
         LOWEST_OF_ALL=by_priority and lowest_of_all,
     )
-    blocks = own + blocks_for(batch if shifted else 0)
+    blocks, minima = own + blocks_for(batch if shifted else 0), programs if by_priority else 0
     if by != "mass" or not lowest_of_all or tree is None:
-        return launch, blocks
+        return launch, blocks, minima
     find_lowest = plan_extreme(tree, counters, low=True)
 
     def draw(*arguments: tuple[Tensor, ...]) -> None:
         find_lowest()
         launch(*arguments)
 
-    return draw, blocks
+    return draw, blocks, minima

@@ -21,7 +21,7 @@ from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import Launch, aligned, reciprocal
 from gpu_replay.ops.mass_tree import MassTree, plan_extreme
-from gpu_replay.ops.priorities import DeviceMasses, mass_arguments
+from gpu_replay.ops.priorities import DeviceMasses
 from gpu_replay.ops.ring import moved_rows
 
 
@@ -207,7 +207,7 @@ def plan_add_step(
         add_step_kernel,
         stepping + moving,
         stores=tuple(stores[name] for name in names),
-        **{**mass_arguments(masses), "levels": tree.levels},
+        tree=(tree.levels, (), ()) if masses is None else masses.arguments,
         eligible=() if masses is None or eligible_tree is None else eligible_tree.levels,
         streams=streams.tensors,
         counters_ptr=counters,
@@ -242,10 +242,9 @@ def plan_add_step(
         if find_highest is not None:
             find_highest()
         inputs = tuple([values[name] for name in names])
-        step: tuple[Tensor, ...] = (terminated.view(torch.uint8), truncated.view(torch.uint8))
-        if masses is not None and priorities is not None:
-            step = (*step, priorities)
-        launch(inputs, step, keys, aligned=(ready or aligned(*inputs)) and aligned(*step))
+        ends = terminated.view(torch.uint8), truncated.view(torch.uint8)
+        own = () if masses is None or priorities is None else (priorities,)
+        launch(inputs, ends, own, keys, aligned=(ready or aligned(*inputs)) and aligned(*ends, *own))
 
     return add_step
 
@@ -278,7 +277,7 @@ def plan_keep_finals(
 
     def keep_finals(finals: Mapping[str, Tensor], terminated: Tensor, truncated: Tensor) -> None:
         values = tuple([finals[name] for name in names])
-        step = terminated.view(torch.uint8), truncated.view(torch.uint8)
-        launch(values, step, aligned=aligned(*values, *step))
+        ends = terminated.view(torch.uint8), truncated.view(torch.uint8)
+        launch(values, ends, aligned=aligned(*values, *ends))
 
     return keep_finals

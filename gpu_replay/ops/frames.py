@@ -303,7 +303,7 @@ def _plan_launch(
         TOGETHER=min(shape.n_step, 8),
         NEXT_STEP=shape.next_step,
         ZERO=storage.padding == "zero",
-        SHIFT=storage.random_shift if shifted else 0,
+        RANDOM_SHIFT=storage.random_shift if shifted else 0,
         HINDSIGHT=shape.hindsight,
         DRAWS=draws,
         # a product of the sum of rewards is rounded before it is added, as on the host

@@ -15,6 +15,8 @@ from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import MassTree, fanout_for, plan_extreme
 from gpu_replay.ops.ring import moved_rows
 
+TreeArguments = tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]
+NO_TREE: TreeArguments = (), (), ()
 # takes values, priorities, keys to be filled, and whether all values are aligned
 Add = Callable[[Mapping[str, Tensor], Tensor | None, Tensor, bool], None]
 
@@ -25,18 +27,15 @@ class DeviceMasses:
     def __init__(self, tree: MassTree, rule: Rule, initial: int) -> None:
         device = tree.levels[0].device
         self.tree = tree
-        # whether the leaves are order codes
-        self.ordered = rule.ordered
-        self.rule = (
-            torch.tensor([rule.alpha, rule.eps, rule.clip], dtype=torch.float64, device=device),
-            torch.tensor([initial, rule.limit], dtype=torch.int64, device=device),
-        )
+        numbers = torch.tensor([rule.alpha, rule.eps, rule.clip], dtype=torch.float64, device=device)
+        # order codes are made without numbers
+        self.rule = torch.tensor([initial, rule.limit], device=device), *(() if rule.ordered else (numbers,))
         self.stamps = torch.full((tree.slots,), -1, dtype=torch.int32, device=device)
 
     @property
-    def extremes(self) -> tuple[Tensor, ...]:
-        """The extremes that an update makes dirty."""
-        return tuple(each for each in (self.tree.low, self.tree.high) if each is not None)
+    def arguments(self) -> TreeArguments:
+        """Levels, extremes that an update makes dirty, and rule, as kernels take them."""
+        return self.tree.levels, tuple(each for each in (self.tree.low, self.tree.high) if each is not None), self.rule
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +98,7 @@ def plan_add(
         add_kernel,
         inserting + moving,
         stores=tuple(stores[name] for name in names),
-        **mass_arguments(masses),
+        tree=NO_TREE if masses is None else masses.arguments,
         counters_ptr=counters,
         times_sampled_ptr=times_sampled,
         rows=rows,
@@ -121,18 +120,6 @@ def plan_add(
         launch(inputs, keys, own, aligned=(ready or aligned(*inputs)) and (own is keys or aligned(own)))
 
     return add
-
-
-def mass_arguments(masses: DeviceMasses | None) -> dict[str, Any]:
-    """Levels, extremes and rule, and whether the leaves are codes, as the kernels take them."""
-    if masses is None:
-        return {"levels": (), "extremes": (), "rule": (), "ORDERED": False}
-    return {
-        "levels": masses.tree.levels,
-        "extremes": masses.extremes,
-        "rule": masses.rule,
-        "ORDERED": masses.ordered,
-    }
 
 
 def plan_update(
@@ -157,7 +144,7 @@ def plan_update(
         update_kernel,
         programs,
         **shared,
-        **mass_arguments(masses),
+        tree=NO_TREE if masses is None else masses.arguments,
         TRACKS_ELIGIBILITY=tracks_eligibility,
         SETTLES=together > 0,
         num_warps=update_warps(together),

@@ -18,24 +18,27 @@ class Finish(NamedTuple):
     """What the launch that ends a sample counts: see `kernels/weights.py`.
 
     times_sampled: (slots,) int32 how often each slot was sampled. blocks: of random words that the sample takes.
+    minima:        masses that the draw leaves, the smallest of which has the largest weight.
     schedule:      () or one (3,) float64, the start, change and steps of beta.
     """
 
     times_sampled: Tensor
     blocks: int
+    minima: int
     schedule: tuple[Tensor, ...] = ()
 
     @property
     def arguments(self) -> dict[str, object]:
         """Arguments of that launch."""
-        return {"counted": (self.times_sampled, *self.schedule), "blocks_drawn": self.blocks}
+        counted = self.times_sampled, *self.schedule
+        return {"counted": counted, "minima": self.minima, "blocks_drawn": self.blocks}
 
 
-NOTHING_TO_FINISH: dict[str, object] = {"counted": (), "blocks_drawn": 0}
+NOTHING_TO_FINISH: dict[str, object] = {"counted": (), "minima": 0, "blocks_drawn": 0}
 
 
-# Takes (B,) slots, then, of a sample, where the words are that move pictures, (1,) int64, or (); its slots, masses and
-# weights, which it fills; and the exponent of these without a schedule. Returns the fields of the rows.
+# Takes (B,) slots, then, of a sample, where the words are that move pictures, (1,) int64, or (); its slots, masses,
+# weights, which it fills, and minima; and the exponent of these without a schedule. Returns the fields of the rows.
 Gather = Callable[..., dict[str, Tensor]]
 
 

@@ -239,11 +239,7 @@ class ShardedReplayBuffer:
         # on a GPU the host does not wait where every rank is known to have enough
         late = shard.device.type == "cuda"
         unread = late and isinstance(batch_size, int) and self._least_size >= max(1, self._sampler.needs(batch_size)[1])
-        try:
-            table = self._group.agree("sample", draw, late=late, unread=unread)
-        except Agreed:
-            shard.forget_draw()
-            raise
+        table = self._group.agree("sample", draw, late=late, unread=unread)
         if not unread:
             self._least_size = int(table[:, Column.SIZE].min())
         shard.raise_largest(table[:, Column.LARGEST].max())

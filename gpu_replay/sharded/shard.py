@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpu_replay.buffer import ReplayBuffer
 from gpu_replay.fields import Field
-from gpu_replay.ops.counters import NO_MASS, Counter
+from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import lowest_mass, slots_at
 from gpu_replay.ops.ring import converted
 from gpu_replay.samplers import LinearSchedule
@@ -109,10 +109,6 @@ class Shard(ReplayBuffer):
         tree = self._state.masses
         lowest = lowest_mass(tree) if base.normalizes_over_buffer else tree.masses[slots].min()
         return lowest.to(torch.float64)
-
-    def forget_draw(self) -> None:
-        """Leave nothing of a draw that is not finished."""
-        self._counters[Counter.LOWEST] = NO_MASS
 
     # rows that were drawn for all ranks together
 
