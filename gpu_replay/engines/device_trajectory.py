@@ -52,8 +52,6 @@ class TrajectoryDeviceEngine:
     The buffer has checked all arguments and holds the lock.
     """
 
-    scratch_bytes = 0
-
     def __init__(self, storage: TrajectoryStorage, draws: DeviceSampler) -> None:
         self.draws = draws
         self._storage = storage
