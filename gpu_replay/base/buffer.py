@@ -167,8 +167,7 @@ class Buffer(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors: fields, priorities and counters, wherever they are."""
-        scratch = self._draws.scratch_bytes + self._engine.scratch_bytes
-        return self._storage.nbytes + self._state.nbytes + scratch
+        return self._storage.nbytes + self._state.nbytes + self._draws.scratch_bytes
 
     @property
     def added(self) -> int:

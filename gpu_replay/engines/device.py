@@ -30,8 +30,6 @@ class DeviceEngine:
     The buffer has checked all arguments and holds the lock.
     """
 
-    scratch_bytes = 0
-
     def __init__(self, storage: Storage, draws: DeviceSampler) -> None:
         self.draws = draws
         self._storage = storage

@@ -48,8 +48,6 @@ class TrajectoryDeviceEngine:
     The buffer has checked all arguments and holds the lock.
     """
 
-    scratch_bytes = 0
-
     def __init__(self, storage: TrajectoryStorage, draws: DeviceSampler, relabel: Hindsight | None) -> None:
         self.draws = draws
         self._storage = storage

@@ -35,8 +35,6 @@ class HostEngine:
     The buffer has checked all arguments and holds the lock.
     """
 
-    scratch_bytes = 0
-
     def __init__(self, storage: Storage, draws: HostSampler) -> None:
         self.draws = draws
         self.count_at_least = draws.count_at_least

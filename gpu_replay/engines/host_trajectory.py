@@ -49,10 +49,9 @@ class TrajectoryHostEngine:
         self._storage = storage
         rows = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}
         rewards, powers = rows.pop("reward"), powers_of(storage.gamma, shape.n_step)
-        ring = draws.counters, rewards, powers, draws.times_sampled
-        self._steps = HostSteps(storage.streams, (state.tree, state.eligible_tree), state.initial, *ring)
-        self._lengths, self._sums = self._steps.lengths, self._steps.sums
-        self._windows = HostWindows(storage.streams, self._steps, rewards, powers, zero=storage.padding == "zero")
+        trees, ring = (state.tree, state.eligible_tree), (draws.counters, rewards, draws.times_sampled)
+        self._steps = HostSteps(storage.streams, trees, state.initial, *ring)
+        self._windows = HostWindows(storage.streams, rewards, powers, zero=storage.padding == "zero")
         self._flags, self._rewards = storage.streams.flags.numpy(), rewards
         self._pools = {name: as_numpy(tensor) for name, tensor in storage.finals.items()}
         # a view by steps of every field stored here; the loop stores rewards
@@ -71,11 +70,6 @@ class TrajectoryHostEngine:
         ]
         self._choose: Any = choose_goals.ready() if shape.hindsight else None
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes beside storage, trees and counters."""
-        return self._lengths.nbytes + self._sums.nbytes
-
     def on_clear(self) -> None:
         """Reset host state after `clear`: there is none."""
 
@@ -83,9 +77,8 @@ class TrajectoryHostEngine:
         """Count what a replayed graph added; there are none on a CPU."""
 
     def rebuild(self, seed: int) -> None:
-        """Take over a restored state: measure the windows of all eligible starts, and draw from this seed."""
+        """Take over a restored state and draw from this seed."""
         self.draws.reseed(seed)
-        self._windows.measure(self.draws.state.eligible.host.flat)
 
     # add
 
@@ -201,7 +194,7 @@ class TrajectoryHostEngine:
 
     def _transitions(self, slots: np.ndarray, shifts: np.ndarray | None) -> dict[str, Tensor]:
         """Stacks, windows and single fields of eligible starts."""
-        return self._contents(slots, self._windows.of_starts(slots), shifts)
+        return self._contents(slots, self._windows.at(slots), shifts)
 
     def _contents(self, slots: np.ndarray, windows: Windows, shifts: np.ndarray | None) -> dict[str, Tensor]:
         """The tensors of a batch, made from steps and their windows."""
@@ -231,7 +224,7 @@ class TrajectoryHostEngine:
         left = (newest - starts // envs) % steps + 1
         flat, left = slots.reshape(-1), (left[:, None] - ahead).reshape(-1)
         moved = None if shifts is None else shifts.repeat(length, axis=0)
-        out = self._contents(flat, self._windows.of_steps(flat, left), moved)
+        out = self._contents(flat, self._windows.at(flat, left), moved)
         out = {name: value.reshape(batch, length, *value.shape[1:]) for name, value in out.items()}
         flags = self._flags.take(slots)
         ended = flags & (Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT) != 0

@@ -110,7 +110,7 @@ def trajectory_estimate(
     sizes = estimate(shape.slots, {**fields, "reward": REWARD}, sampler, backend)
     # rows of steps are not packed
     sizes.pop("alignment", None)
-    sizes["streams"] = stream_bytes(shape, backend)
+    sizes["streams"] = stream_bytes(shape)
     if shape.finals:
         sizes["final_obs"] = shape.finals * sum(fields[name].row_bytes for name in observation_names(fields))
     if sampler.needs_start_tree:

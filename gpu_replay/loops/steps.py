@@ -58,13 +58,13 @@ def plan_finals(terminated, truncated, place_of, owner, counters, num_envs, step
 @loop(
     "(boolean[::1], boolean[::1], float32[::1], int64[::1], int32[::1], int64, int64[::1],"
     " uint8[::1], int32[::1], int64[::1], int32[::1], int64[::1], int32[::1], int32[::1],"
-    " float32[::1], float64[::1], float32[::1], int32[::1], int32[::1], int64[::1],"
+    " float32[::1], int32[::1], int64[::1],"
     " int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1])"
 )
 def add_steps(
     terminated, truncated, own_rewards, masses, places, saturated, settings,
     flags, depth, pending, final, owner, spans, parted,
-    rewards, powers, sums, lengths, times_sampled, counters,
+    rewards, times_sampled, counters,
     flat, starts, low, high, noted, ones, one_starts,
 ):  # fmt: skip
     """Add T steps of E environments; this one call changes all metadata of the ring.
@@ -76,14 +76,13 @@ def add_steps(
     settings:  environments, frames of a stack, whether the step after an ending carries the final observation, where
                the mass of starts without one is found, and the fixed one, or that before any other.
     flags to parted: as in `ops.eligibility.Streams`, flat; spans and parted are empty without hindsight.
-    rewards:   (slots,) of the ring. powers: (n_step + 1,) of gamma.
-    sums, lengths: (slots,) discounted rewards and steps of the windows of starts that can be drawn.
+    rewards, times_sampled: (slots,) of the ring.
     flat, starts, low, high, noted: a tree of masses, or of ones without masses.
     ones, one_starts: a second tree, of ones, or empty.
     """
     envs, stack, next_step, first_mass, source = settings[0], settings[1], settings[2] != 0, settings[4], settings[3]
-    slots, n = flags.size, powers.size - 1
-    steps, count, lines, hindsight = slots // envs, terminated.size // envs, n + 1, spans.size > 0
+    slots, lines = flags.size, pending.size // envs
+    steps, count, n, hindsight = slots // envs, terminated.size // envs, lines - 1, spans.size > 0
     first, deepest = counters[_ADDED] // envs, 2**31 - 1 - n
     for at in range(count):
         step = first + at
@@ -148,13 +147,6 @@ def add_steps(
                     mass = pending[(line - age if line >= age else line - age + lines) * envs + env]
                     largest = max(largest, mass)
                     mass = mass if mass > 0 else initial
-                    length = age + 1 if closing and age < n else age
-                    # adding -0.0 changes no number
-                    total, place = -0.0, start
-                    for power in range(length):
-                        total += rewards[place] * powers[power]
-                        place += envs if place + envs < slots else envs - slots
-                    sums[start], lengths[start] = total, length
                 old = flat[start]
                 if old != mass:
                     if noted.size:

@@ -22,26 +22,6 @@ _BLOCK = 32
 
 
 @inner
-def window_reward(rewards, powers, slot, length, num_envs):
-    """The discounted sum, in float64, of the rewards of `length` steps from a slot on, added in their order."""
-    total = rewards[slot] * powers[0]
-    for age in range(1, length):
-        slot = slot + num_envs if slot + num_envs < rewards.size else slot + num_envs - rewards.size
-        total += rewards[slot] * powers[age]
-    return total
-
-
-@inner
-def _length_of(flags, slot, most, num_envs):
-    """Steps of a window from a slot on that ends with the first step that ends its stream, and after `most` steps."""
-    length = 1
-    while length < most and flags[slot] & _STOPS == 0:
-        slot = slot + num_envs if slot + num_envs < flags.size else slot + num_envs - flags.size
-        length += 1
-    return length
-
-
-@inner
 def _frame(newest, back, depth, num_envs, slots, zero):
     """Place of the frame `back` steps before the newest, in an episode that began `depth` steps before the newest."""
     if zero and back > depth:
@@ -69,86 +49,50 @@ def _plan_stacks(plan, row, slot, after, depth, length, stays, pooled, num_envs,
 
 
 @loop(
-    "(int64[::1], uint8[::1], int32[::1], int32[::1], float32[::1], int32[::1], float64[::1], int64, boolean,"
-    " boolean, boolean, int64[:, ::1], float32[::1], float32[::1], boolean[::1], boolean[::1])"
-)
-def windows(
-    starts, flags, depth, lengths, sums, final, powers, num_envs, next_step, hindsight, zero,
-    plan, reward, discount, terminated, truncated,
-):  # fmt: skip
-    """The windows of (B,) starts that can be drawn.
-
-    flags, depth, final: as in `ops.eligibility.Streams`. lengths, sums: (slots,) of windows. powers: of gamma.
-    zero:      whether stacks are padded with zeros.
-    plan:      (2 * B, S), the stacks before the windows first.
-    reward, discount: (B,) float32. terminated, truncated: (B,) bool, how the windows ended.
-    """
-    slots, batch = flags.size, starts.size
-    steps, lasts = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.int64)
-    depths, endings = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.uint8)
-    # scattered memory is read in separate loops, so that the cache misses of several rows overlap
-    for row in range(batch):
-        slot = starts[row]
-        length = int(lengths[slot])
-        last = slot + (length - 1) * num_envs
-        steps[row], lasts[row], reward[row] = length, last if last < slots else last - slots, sums[slot]
-    for row in range(batch):
-        depths[row], endings[row] = depth[starts[row]], flags[lasts[row]]
-    for row in range(batch):
-        slot, length, last, flag = starts[row], steps[row], lasts[row], endings[row]
-        over, cut, known = flag & _TERMINATED != 0, flag & _TRUNCATED != 0, hindsight and flag & _FINAL != 0
-        # a transition with another goal may go on after its ending: it needs the final observation if it is there
-        kept = not next_step and ((cut and not over) or known)
-        stays = kept or (over and not (next_step and known))
-        after = last if stays else last + num_envs
-        pooled = final[last] if kept else -1
-        after = after if after < slots else after - slots
-        _plan_stacks(plan, row, slot, after, depths[row], length, stays, pooled, num_envs, slots, zero)
-        discount[row] = 0.0 if over else powers[length]
-        terminated[row], truncated[row] = over, cut
-
-
-@loop(
     "(int64[::1], int64[::1], uint8[::1], int32[::1], int32[::1], float32[::1], float64[::1], int64, boolean,"
     " boolean, int64[:, ::1], float32[::1], float32[::1], boolean[::1], boolean[::1])"
 )
-def open_windows(
+def windows(
     starts, left, flags, depth, final, rewards, powers, num_envs, next_step, zero,
     plan, reward, discount, terminated, truncated,
 ):  # fmt: skip
-    """The windows of (B,) stored steps, which need not be whole: they end with the newest step at the latest.
+    """The windows of (B,) stored steps.
 
-    left: (B,) steps that are stored from each on. The rest as in `windows`.
+    left:      (B,) steps that are stored from each on, for windows that may be incomplete; or nothing: they are whole.
+    flags, depth, final: as in `ops.eligibility.Streams`. rewards: (slots,) of the ring. powers: of gamma.
+    zero:      whether stacks are padded with zeros.
+    plan:      (2 * B, S), the stacks before the windows first.
+    reward, discount: (B,) float32. terminated, truncated: (B,) bool, how the windows ended.
 
     Where the observation after a window is not there, since it ends with the newest step, an ending whose final
     observation was not given or a broken stream, the last one stands in its place.
     """
-    slots, n = flags.size, powers.size - 1
-    for row in range(starts.size):
-        slot = starts[row]
-        length = _length_of(flags, slot, min(n, left[row]), num_envs)
-        last = (slot + (length - 1) * num_envs) % slots
-        flag = flags[last]
-        over, cut = flag & _TERMINATED != 0, flag & _TRUNCATED != 0
-        kept = not next_step and cut and not over and flag & _FINAL != 0
-        stays = over or flag & (_CUT | _DEAD) != 0 or length >= left[row] or (cut and not next_step)
+    slots, n, batch = flags.size, powers.size - 1, starts.size
+    lengths, lasts, endings, depths = np.empty((4, batch), dtype=np.int64)
+    # scattered memory is read in a loop of its own, so that the cache misses of several rows overlap
+    for row in range(batch):
+        last, length, most = starts[row], 1, min(n, left[row]) if left.size else n
+        # summed in float64, in the order of the steps
+        flag, total, depths[row] = flags[last], rewards[last] * powers[0], depth[last]
+        while length < most and flag & _STOPS == 0:
+            last += num_envs
+            last -= slots if last >= slots else 0
+            flag = flags[last]
+            total += rewards[last] * powers[length]
+            length += 1
+        lengths[row], lasts[row], endings[row], reward[row] = length, last, flag, total
+    for row in range(batch):
+        length, last, flag = lengths[row], lasts[row], endings[row]
+        over, cut, known = flag & _TERMINATED != 0, flag & _TRUNCATED != 0, flag & _FINAL != 0
+        # without `next_step` the step after an ending belongs to another episode
+        stays = (over and not known) or ((over or cut) and not next_step) or flag & (_CUT | _DEAD) != 0
+        stays = stays or (left.size > 0 and length >= left[row])
         after = last if stays else last + num_envs
-        after = after if after < slots else after - slots
-        pooled = final[last] if kept else -1
-        _plan_stacks(plan, row, slot, after, int(depth[slot]), length, stays, pooled, num_envs, slots, zero)
-        reward[row] = window_reward(rewards, powers, slot, length, num_envs)
+        after -= slots if after >= slots else 0
+        pooled = final[last] if known and not next_step else -1
+        _plan_stacks(plan, row, starts[row], after, depths[row], length, stays, pooled, num_envs, slots, zero)
         discount[row] = 0.0 if over else powers[length]
         terminated[row], truncated[row] = over, cut
-
-
-@loop("(int64[::1], uint8[::1], float32[::1], float64[::1], int64, int32[::1], float32[::1])")
-def measure(masses, flags, rewards, powers, num_envs, lengths, sums):
-    """Find steps and discounted rewards of the windows of all starts that have mass."""
-    for slot in range(flags.size):
-        if masses[slot] > 0:
-            length = _length_of(flags, slot, powers.size - 1, num_envs)
-            lengths[slot] = length
-            sums[slot] = window_reward(rewards, powers, slot, length, num_envs)
 
 
 def _gather_stacks(ring, pool, plan, begin, end, first, out):

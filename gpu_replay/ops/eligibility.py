@@ -17,7 +17,6 @@ from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.loops.constants import Flag as Flag
-from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import Launch, aligned, reciprocal
 from gpu_replay.ops.mass_tree import MassTree, plan_extreme
@@ -146,11 +145,9 @@ def powers_of(gamma: float, n_step: int) -> np.ndarray:
     return np.multiply.accumulate(powers)
 
 
-def stream_bytes(shape: StreamShape, backend: Backend) -> int:
-    """Bytes that `Streams` will take, and on the host the windows that `HostSteps` keeps."""
+def stream_bytes(shape: StreamShape) -> int:
+    """Bytes that `Streams` will take."""
     per_slot = torch.uint8.itemsize + torch.int32.itemsize + (torch.int32.itemsize if shape.finals else 0)
-    if backend == "host":
-        per_slot += torch.float32.itemsize + torch.int32.itemsize
     spans = torch.int32.itemsize * (shape.slots + shape.num_envs) if shape.hindsight else 0
     return shape.slots * per_slot + 8 * ((shape.n_step + 1) * shape.num_envs + shape.finals) + spans
 

@@ -38,13 +38,11 @@ NONE_KEPT = KeptFinals(_NOWHERE, _NOTHING, _NOTHING)
 
 
 class HostSteps:
-    """Adds steps to what is known of one ring: streams, trees, counters and windows.
+    """Adds steps to what is known of one ring: streams, trees and counters.
 
     trees:   of masses, and of ones for eligible starts; either or both.
     initial: where the mass of starts without a priority of their own is found, and the fixed one, or that before any.
-    rewards, times_sampled: (slots,) of the ring. powers: of gamma, as `powers_of` gives them.
-    sums, lengths: (slots,) float32 discounted rewards and int32 steps of the windows of eligible starts, found when
-             they are complete: looking a window up with every draw means a trip to memory for each of its steps.
+    rewards, times_sampled: (slots,) of the ring.
     """
 
     def __init__(
@@ -54,21 +52,18 @@ class HostSteps:
         initial: tuple[int, int],
         counters: np.ndarray,
         rewards: np.ndarray,
-        powers: np.ndarray,
         times_sampled: np.ndarray,
     ) -> None:
         self._add = loops.add_steps.ready()
         self._shape = shape = streams.shape
         self._counters, self._owner = counters, streams.owner.numpy()
-        self.sums, self.lengths = np.zeros(shape.slots, np.float32), np.zeros(shape.slots, np.int32)
         tree, ones = trees if trees[0] is not None else trees[::-1]
         if tree is None:
             raise RuntimeError("a trajectory buffer keeps masses, an eligible tree or both; found neither.")
         settings = np.array([shape.num_envs, shape.stack, shape.next_step, *initial], dtype=np.int64)
-        windows = rewards, powers, self.sums, self.lengths, times_sampled, counters
         metadata = [each.numpy().reshape(-1) for each in streams.tensors]
         eligible = (_NOTHING, _NOTHING) if ones is None else ones.host[:2]
-        self._arguments = settings, *metadata, *windows, *tree.host, *eligible
+        self._arguments = settings, *metadata, rewards, times_sampled, counters, *tree.host, *eligible
 
     def keep(self, terminated: np.ndarray, truncated: np.ndarray, finals: GivenFinals) -> KeptFinals:
         """Choose rows of the pool for the final observations that came with these (T, E) or (E,) flags."""

@@ -8,7 +8,9 @@ import numpy as np
 
 from gpu_replay.loops import windows as loops
 from gpu_replay.ops.eligibility import Streams
-from gpu_replay.ops.steps import HostSteps
+
+# steps left from starts whose windows are whole
+_WHOLE = np.zeros(0, dtype=np.int64)
 
 
 class Windows(NamedTuple):
@@ -39,30 +41,16 @@ class HostWindows:
     rewards: (slots,) of the ring. powers: of gamma. zero: whether stacks are padded with zeros.
     """
 
-    def __init__(
-        self, streams: Streams, steps: HostSteps, rewards: np.ndarray, powers: np.ndarray, *, zero: bool
-    ) -> None:
-        self._shape = shape = streams.shape
-        self._windows = loops.windows.ready()
-        self._lengths, self._sums, self._rewards, self._powers = steps.lengths, steps.sums, rewards, powers
-        self._flags, depth, final = (each.numpy() for each in (streams.flags, streams.depth, streams.final))
-        settings = shape.num_envs, shape.next_step
-        self._of_starts = self._flags, depth, steps.lengths, steps.sums, final, powers, *settings, shape.hindsight, zero
-        self._of_steps = self._flags, depth, final, rewards, powers, *settings, zero
+    def __init__(self, streams: Streams, rewards: np.ndarray, powers: np.ndarray, *, zero: bool) -> None:
+        shape = streams.shape
+        self._stack, self._windows = shape.stack, loops.windows.ready()
+        flags, depth, final = (each.numpy() for each in (streams.flags, streams.depth, streams.final))
+        self._ring = flags, depth, final, rewards, powers, shape.num_envs, shape.next_step, zero
 
-    def of_starts(self, starts: np.ndarray) -> Windows:
-        """The windows of (B,) eligible starts."""
-        windows = Windows.empty(starts.size, self._shape.stack)
-        self._windows(starts, *self._of_starts, *windows)
+    def at(self, steps: np.ndarray, left: np.ndarray = _WHOLE) -> Windows:
+        """The windows of (B,) eligible starts, or of stored steps from each of which on `left` are stored: these windows
+        may be incomplete.
+        """
+        windows = Windows.empty(steps.size, self._stack)
+        self._windows(steps, left, *self._ring, *windows)
         return windows
-
-    def of_steps(self, steps: np.ndarray, left: np.ndarray) -> Windows:
-        """The windows of (B,) stored steps, each followed by `left` stored ones: windows may be incomplete."""
-        windows = Windows.empty(steps.size, self._shape.stack)
-        loops.open_windows.ready()(steps, left, *self._of_steps, *windows)
-        return windows
-
-    def measure(self, masses: np.ndarray) -> None:
-        """Find the windows of all starts with mass, (slots,), anew."""
-        known = self._flags, self._rewards, self._powers, self._shape.num_envs
-        loops.measure.ready()(masses, *known, self._lengths, self._sums)

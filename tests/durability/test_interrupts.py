@@ -24,7 +24,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from devices import host_only
@@ -121,9 +120,6 @@ def memory(buffer: Any) -> dict[str, torch.Tensor]:
     found["counters"] = buffer._counters.clone()
     if hasattr(masses := getattr(buffer._draws, "masses", None), "stamps"):
         found["stamps"] = masses.stamps.clone()
-    if hasattr(buffer._engine, "_lengths"):
-        starts = np.flatnonzero(buffer._state.eligible.arrays[0])
-        found |= {name: torch.from_numpy(getattr(buffer._engine, name)[starts]) for name in ("_lengths", "_sums")}
     return found
 
 

@@ -107,7 +107,7 @@ def test_nothing_is_allocated_before_the_refusal() -> None:
     assert in_a_child(allocated) < 1_000_000_000
 
 
-# an Atari transition of a trajectory buffer: each observation once, and 80 bytes for everything else
+# an Atari transition of a trajectory buffer: each observation once, and 72 bytes for everything else
 FRAME = 84 * 84
 ATARI = {"obs": Field((84, 84), torch.uint8), "action": Field((), torch.int64)}
 
@@ -118,7 +118,7 @@ ATARI = {"obs": Field((84, 84), torch.uint8), "action": Field((), torch.int64)}
 @pytest.mark.parametrize(
     "capacity, num_envs, stack, n_step", [(1_000_000, 64, 4, 3), (100_000, 1, 1, 1), (100_000, 8, 16, 20)]
 )
-def test_an_atari_transition_takes_a_frame_and_80_bytes(
+def test_an_atari_transition_takes_a_frame_and_72_bytes(
     capacity: int, num_envs: int, stack: int, n_step: int, autoreset: str, sampler: Any, device: str
 ) -> None:
     settings = {"stack": stack, "n_step": n_step, "autoreset": autoreset, "sampler": sampler, "device": device}
@@ -127,7 +127,7 @@ def test_an_atari_transition_takes_a_frame_and_80_bytes(
         buffer = TrajectoryReplayBuffer(capacity, num_envs, ATARI, **settings)
     except MemoryError:
         pytest.skip("needs 7.1 GB of memory to be free, though it uses none of it")
-    assert FRAME <= buffer.nbytes / buffer.capacity <= FRAME + 80
+    assert FRAME <= buffer.nbytes / buffer.capacity <= FRAME + 72
 
 
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
