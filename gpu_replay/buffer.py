@@ -18,9 +18,10 @@ from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import StoragePath
 from gpu_replay.engines.saved_state import StateLayout
 from gpu_replay.engines.storage import UNIFORM, check_capacity, estimate
-from gpu_replay.fields import Field, check_fields, check_names, classic_fields, flattened
+from gpu_replay.fields import Field, check_fields, check_names, flattened
 from gpu_replay.graphs.custom_ops import batch_kind
 from gpu_replay.samplers import Sampler, check_sampler
+from gpu_replay.spaces import classic_fields
 
 if TYPE_CHECKING:
     from gymnasium import Space

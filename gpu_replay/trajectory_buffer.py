@@ -38,18 +38,11 @@ from gpu_replay.engines.trajectory_storage import (
     stream_shape,
     trajectory_estimate,
 )
-from gpu_replay.fields import (
-    Field,
-    autoreset_name,
-    check_names,
-    flattened,
-    step_fields,
-    vector_settings,
-    warn_of_stacks,
-)
+from gpu_replay.fields import Field, check_names, flattened
 from gpu_replay.graphs.custom_ops import batch_kind
 from gpu_replay.hindsight import Hindsight, check_relabel, check_relabel_again
 from gpu_replay.samplers import Sampler
+from gpu_replay.spaces import autoreset_name, step_fields, vector_settings, warn_of_stacks
 from gpu_replay.validation import check_choice, check_float, check_int
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ REWARD = Field((), torch.float32)
 Autoreset = Literal["next_step", "same_step", "disabled"]
 Padding = Literal["reset", "zero"]
 
-_OWN = ("reward", "terminated", "truncated", "discount", "next_obs", "final_obs", "mask")
+_RESERVED = ("reward", "terminated", "truncated", "discount", "next_obs", "final_obs", "mask")
 # most frames of a stack and steps of a window: memory for each of them is not counted
 _MOST_FRAMES, _MOST_STEPS = 2**16, 2**24
 # bytes that may go to final observations in any case, and bytes per step of a long ring
@@ -89,9 +89,9 @@ def check_stream_fields(fields: object) -> dict[str, Field]:
     """The fields of one step as a dict of their own, or an error that says which one is wrong."""
     checked = check_fields(fields)
     for name in checked:
-        if name in _OWN or name.startswith(("next_obs.", "final_obs.")):
+        if name in _RESERVED or name.startswith(("next_obs.", "final_obs.")):
             raise ValueError(
-                f"field name {name!r} is reserved in a trajectory buffer ({', '.join(_OWN)}): it makes these itself."
+                f"field name {name!r} is reserved in a trajectory buffer ({', '.join(_RESERVED)}): it makes these itself."
             )
     observations = observation_names(checked)
     if not observations:

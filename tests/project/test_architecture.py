@@ -32,7 +32,7 @@ LAYERS = (
     ("samplers",),
     ("ops",),
     ("kernels", "loops"),
-    ("validation",),
+    ("validation", "spaces"),
     ("fields",),
     ("batch", "errors"),
 )
