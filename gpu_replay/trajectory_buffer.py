@@ -38,7 +38,7 @@ from gpu_replay.engines.trajectory_storage import (
     stream_shape,
     trajectory_estimate,
 )
-from gpu_replay.fields import Field, check_names, flattened
+from gpu_replay.fields import Field
 from gpu_replay.graphs.custom_ops import batch_kind
 from gpu_replay.hindsight import Hindsight, check_relabel, check_relabel_again
 from gpu_replay.samplers import Sampler
@@ -275,24 +275,15 @@ class TrajectoryReplayBuffer(Buffer):
         if is_dynamo_compiling():
             return self._operators.add(fields if final_obs is None else {**fields, "final_obs": final_obs}, priority)
         finals: dict[str, Any] = {}
-        if fields.keys() != self._step_fields.keys():
-            fields, finals = self._named(fields)
-        if final_obs is not None:
-            finals |= validation.final_columns(final_obs, self._streams.observations, self._num_envs)
+        if final_obs is not None or fields.keys() != self._step_fields.keys():
+            fields, finals = self._input.split(fields, final_obs)
         values, envs = self._rows_of(fields, self._num_envs)
         terminated, truncated = values.pop("terminated"), values.pop("truncated")
-        final_rows = self._input.finals(finals, terminated, truncated)
+        final_rows = self._input.finals(finals, terminated, truncated) if finals else None
         if priority is not None:
             priority = validation.as_priorities("priority", priority, envs, self._device, as_array=self._on_host)
         with self._lock:
             return self._engine.add_step(values, terminated, truncated, priority, final_rows)
-
-    def _named(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The values by the names of the fields, and final observations that were given by theirs."""
-        fields, observations = flattened(values, self._step_fields), self._streams.observations
-        finals = {name: fields.pop(f"final_{name}") for name in observations if f"final_{name}" in fields}
-        check_names(fields, self._step_fields)
-        return fields, finals
 
     def extend(self, *, priority: Any = None, final_obs: Any = None, **fields: Any) -> Tensor:
         """Store T steps of all `E` environments and return their keys, (T, E) int64 on the buffer's device.
@@ -309,10 +300,7 @@ class TrajectoryReplayBuffer(Buffer):
         """
         if self._stream_order.capturing():
             raise RuntimeError("extend waits for the device and cannot be captured in a CUDA graph; use add.")
-        fields, named = self._named(fields)
-        if named:
-            given = final_obs if isinstance(final_obs, dict) else {}
-            final_obs = {**given, **{name.removeprefix("obs."): value for name, value in named.items()}}
+        fields, given = self._input.split(fields, final_obs)
         values: dict[str, Any] = {}
         for name, field in self._step_fields.items():
             steps = len(next(iter(values.values()))) if values else None
@@ -326,9 +314,7 @@ class TrajectoryReplayBuffer(Buffer):
             flat = checked.reshape(-1)
             priority = validation.as_priorities("priority", flat, len(flat), self._device, as_array=self._on_host)
             priority = priority.reshape(count, self._num_envs)
-        finals = None
-        if final_obs is not None:
-            finals = self._input.many_finals(final_obs, self._input.reads_final(terminated, truncated))
+        finals = self._input.many_finals(given, terminated, truncated) if given else None
         with self._lock:
             first = self._draws.span()[1]
             keys = torch.arange(first, first + count * self._num_envs, device=self._device)
