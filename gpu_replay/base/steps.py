@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gpu_replay import validation
+from gpu_replay.engines.trajectory_storage import StreamSettings
 from gpu_replay.fields import DICTIONARIES, TORCH_OF, Field, check_names, flattened, has_items
-from gpu_replay.ops.eligibility import GivenFinals, StreamShape
+from gpu_replay.ops.eligibility import GivenFinals
 
 
 class StepInput:
@@ -19,26 +20,22 @@ class StepInput:
 
     fields:        of a step, by name.
     observations:  names of those that observations are made of, and that have final ones.
-    reads_all:     whether final observations of terminated episodes are read too, not only of truncated ones.
     """
 
     def __init__(
         self,
         fields: Mapping[str, Field],
         observations: Iterable[str],
-        shape: StreamShape,
+        settings: StreamSettings,
         device: torch.device,
         *,
         on_host: bool,
-        reads_all: bool,
     ) -> None:
         self._fields = fields
         self._observations = list(observations)
-        self._shape = shape
-        self._num_envs = shape.num_envs
+        self._settings, self._num_envs = settings, settings.num_envs
         self._device = device
         self._on_host = on_host
-        self._reads_all = reads_all
 
     def split(self, values: Mapping[str, Any], final_obs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The values by the names of the fields, and final observations, `final_obs` as "obs" and others as "obs.NAME".
@@ -50,7 +47,7 @@ class StepInput:
         check_names(fields, self._fields)
         if final_obs is not None:
             finals["obs"] = final_obs
-        if finals and self._shape.next_step:
+        if finals and self._settings.autoreset == "next_step":
             raise ValueError(
                 'a buffer with autoreset="next_step" takes no final_obs: there the step after an ending brings the '
                 'final observation. An environment that gives it with the ending itself is autoreset="same_step" '
@@ -79,9 +76,9 @@ class StepInput:
         value = validation.as_tensor(name, value, self._device)
         return value if value.dtype == field.dtype else validation.cast(name, value, field.dtype)
 
-    def reads_final(self, terminated: Any, truncated: Any) -> Any:
-        """Mask of the steps whose final observation will be read, given their flags."""
-        return truncated & ~terminated if not self._reads_all else truncated | terminated
+    def _reads_final(self, terminated: Any, truncated: Any) -> Any:
+        """Mask of the steps whose final observation will be read, given their flags: with hindsight of all endings."""
+        return truncated & ~terminated if self._settings.relabel is None else truncated | terminated
 
     def finals(self, given: dict[str, Any], terminated: Any, truncated: Any) -> dict[str, Any] | None:
         """The final observations of a step as `[E, *shape]` of each observation field, or None where none are kept.
@@ -89,11 +86,11 @@ class StepInput:
         given: by `split`.
         """
         columns = self._by_field(given)
-        if not self._shape.finals:
+        if not self._settings.final_capacity:
             return None
         # the rows that will be read, where the device need not be asked for them
         known = isinstance(terminated, np.ndarray) or (terminated.is_cpu and truncated.is_cpu)
-        read = np.asarray(self.reads_final(terminated, truncated)) if known else None
+        read = np.asarray(self._reads_final(terminated, truncated)) if known else None
         rows: dict[str, Any] = {}
         for name, value in columns.items():
             asked, field = f"final_{name}", self._fields[name]
@@ -107,7 +104,7 @@ class StepInput:
 
         given: by `split`: what `finals` takes, with T before it.
         """
-        read = self.reads_final(terminated, truncated)
+        read = self._reads_final(terminated, truncated)
         steps = np.flatnonzero(read.any(axis=1)).tolist()
         columns = given if given.keys() == {"obs"} and self._by_row(given["obs"]) else self._by_field(given)
         entries = columns.get("obs")
@@ -125,7 +122,7 @@ class StepInput:
                     raise ValueError(f"'final_{name}' needs shape {list(shape)}; found {list(column.shape)}.")
                 flat[name] = column[steps].reshape(-1, *shape[2:])
             parts = [(flat, steps)]
-        if not steps or not self._shape.finals:
+        if not steps or not self._settings.final_capacity:
             return None
         found = [self.finals(part, terminated[some].ravel(), truncated[some].ravel()) or {} for part, some in parts]
         place = np.full(len(read), -1)
