@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,23 +11,19 @@ from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import validation
 from gpu_replay.base.buffer import Buffer
-from gpu_replay.base.refusals import names_from_spaces
+from gpu_replay.base.refusals import hint_from_spaces
 from gpu_replay.batch import Batch
+from gpu_replay.engines.device import DeviceEngine
 from gpu_replay.engines.host import HostEngine
-from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import StoragePath
-from gpu_replay.engines.saved_state import StateLayout
-from gpu_replay.engines.storage import UNIFORM, check_capacity, estimate
-from gpu_replay.fields import Field, check_fields, check_names, classic_fields, flattened
-from gpu_replay.graphs.custom_ops import batch_kind
-from gpu_replay.samplers import Sampler, check_sampler
+from gpu_replay.engines.storage import UNIFORM, check_capacity, estimate, transition_batch
+from gpu_replay.fields import Field, check_fields, check_names, flattened
+from gpu_replay.samplers import Sampler
+from gpu_replay.spaces import classic_fields
 
 if TYPE_CHECKING:
     from gymnasium import Space
-
-    from gpu_replay.engines.device import DeviceEngine
-
-Own = TypeVar("Own", bound="ReplayBuffer")
+    from typing_extensions import Self
 
 
 class ReplayBuffer(Buffer):
@@ -53,10 +49,12 @@ class ReplayBuffer(Buffer):
     """
 
     _engine: HostEngine | DeviceEngine
+    _host_engine = HostEngine
+    _device_engine = DeviceEngine
     _units = "transitions"
     _tracks_eligibility = False
 
-    @names_from_spaces("capacity, fields")
+    @hint_from_spaces
     def __init__(
         self,
         capacity: int,
@@ -71,27 +69,14 @@ class ReplayBuffer(Buffer):
         checked = check_fields(fields)
         super().__init__(check_capacity(capacity), checked, sampler, device, seed, storage_device, storage_path)
         self._checks = validation.checks_of(self._fields)
-        self._batch_kind = batch_kind({name: (field.output_dtype, field.shape) for name, field in self._fields.items()})
+        self._batch_kind = transition_batch(self._fields)
 
     def _sizes(self) -> dict[str, int]:
         return estimate(self._capacity, self._fields, self._sampler, self._backend)
 
-    @staticmethod
-    def _layout(*, capacity: int, sampler: Sampler, fields: Mapping[str, Field]) -> StateLayout:
-        check_fields(fields)
-        return StateLayout(check_capacity(capacity), check_sampler(sampler))
-
-    def _make_engine(self) -> HostEngine | DeviceEngine:
-        if self._on_host:
-            return HostEngine(self._storage, HostSampler(self._state, self._storage, self._seed))
-        from gpu_replay.engines.device import DeviceEngine
-        from gpu_replay.engines.device_sampler import DeviceSampler
-
-        return DeviceEngine(self._storage, DeviceSampler(self._state, self._storage, self._stream_order))
-
     @classmethod
     def from_spaces(
-        cls: type[Own],
+        cls,
         capacity: int,
         observation_space: Space[Any],
         action_space: Space[Any],
@@ -99,7 +84,7 @@ class ReplayBuffer(Buffer):
         dtypes: Mapping[str, Any] | None = None,
         extra: Mapping[str, Field] | None = None,
         **settings: Any,
-    ) -> Own:
+    ) -> Self:
         """A buffer of the five classic fields obs, action, reward, next_obs, terminated for two Gymnasium spaces.
 
         dtypes:   of fields by name, such as `{"obs": torch.float64}`, which counts for `next_obs` too, and with a Dict

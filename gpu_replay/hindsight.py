@@ -205,8 +205,9 @@ def _as_hindsight(relabel: object) -> Hindsight:
     return relabel
 
 
-def check_relabel_again(path: object, saved: dict[str, Any] | None, relabel: object) -> None:
-    """Raise TypeError or ValueError where a checkpoint with these settings needs another `relabel`, or none."""
+def check_saved_relabel(path: object, relabel: object, arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError where a checkpoint with these arguments needs another `relabel`, or none."""
+    saved = arguments.get("relabel")
     if saved is None:
         if relabel is not None:
             raise ValueError(f"{path} was saved without relabel; load it without, or add its steps to a new buffer.")

@@ -7,8 +7,9 @@ pass in; the work is done by an engine, `host_trajectory.py` on CPU tensors or `
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,13 +17,11 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import validation
-from gpu_replay.base import state
 from gpu_replay.base.buffer import Buffer
-from gpu_replay.base.refusals import class_only, names_from_spaces
+from gpu_replay.base.refusals import class_only, hint_from_spaces
 from gpu_replay.base.steps import StepInput
 from gpu_replay.batch import Batch
-from gpu_replay.checkpoint import state as checkpoint_state
-from gpu_replay.engines.host_sampler import HostSampler
+from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
 from gpu_replay.engines.placement import StoragePath
 from gpu_replay.engines.storage import UNIFORM
@@ -30,36 +29,24 @@ from gpu_replay.engines.trajectory_storage import (
     REWARD,
     Autoreset,
     Padding,
+    StreamSettings,
     TrajectoryStorage,
     check_stream_fields,
-    observation_names,
-    stream_layout,
-    stream_outputs,
-    stream_shape,
+    stream_batch,
     trajectory_estimate,
 )
-from gpu_replay.fields import (
-    Field,
-    autoreset_name,
-    check_names,
-    flattened,
-    step_fields,
-    vector_settings,
-    warn_of_stacks,
-)
-from gpu_replay.graphs.custom_ops import batch_kind
-from gpu_replay.hindsight import Hindsight, check_relabel, check_relabel_again
+from gpu_replay.fields import Field
+from gpu_replay.hindsight import Hindsight, check_saved_relabel
 from gpu_replay.samplers import Sampler
-from gpu_replay.validation import check_choice, check_float, check_int
+from gpu_replay.spaces import autoreset_name, step_fields, vector_settings, warn_of_stacks
+from gpu_replay.validation import check_int
 
 if TYPE_CHECKING:
     from gymnasium import Space
     from gymnasium.vector import AutoresetMode, VectorEnv
-
-    from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
+    from typing_extensions import Self
 
 _FLAG = Field((), torch.bool)
-OwnStream = TypeVar("OwnStream", bound="TrajectoryReplayBuffer")
 
 
 class TrajectoryReplayBuffer(Buffer):
@@ -97,10 +84,12 @@ class TrajectoryReplayBuffer(Buffer):
     """
 
     _engine: TrajectoryHostEngine | TrajectoryDeviceEngine
+    _host_engine = TrajectoryHostEngine
+    _device_engine = TrajectoryDeviceEngine
     _units = "eligible starts"
     _tracks_eligibility = True
 
-    @names_from_spaces("capacity, num_envs, fields")
+    @hint_from_spaces
     def __init__(
         self,
         capacity: int,
@@ -122,63 +111,30 @@ class TrajectoryReplayBuffer(Buffer):
         storage_path: StoragePath | None = None,
     ) -> None:
         checked = check_stream_fields(fields)
-        self._relabel = relabel
-        autoreset = autoreset_name(autoreset)
-        self._shape = stream_shape(
-            capacity, num_envs, checked, stack, n_step, autoreset, final_capacity, hindsight=relabel is not None
+        mode = autoreset_name(autoreset)
+        given = StreamSettings(
+            capacity, num_envs, stack, n_step, gamma, mode, padding, random_shift, final_capacity, relabel
         )
-        self._num_envs = self._shape.num_envs
-        self._gamma = check_float("gamma", gamma, high=1.0)
-        self._autoreset: Autoreset = autoreset  # type: ignore[assignment]
-        self._padding: Padding = check_choice("padding", padding, get_args(Padding))
-        self._random_shift = check_int("random_shift", random_shift, 0)
-        if self._random_shift and all(len(checked[name].shape) < 2 for name in observation_names(checked)):
-            raise ValueError(
-                f"random_shift={random_shift} moves pictures (height, width); no observation field has two dimensions."
-            )
-        check_relabel(relabel, checked, self._shape.n_step, self._random_shift)
+        self._settings = given.checked(checked)
+        self._shape = self._settings.shape
         super().__init__(self._shape.slots, checked, sampler, device, seed, storage_device, storage_path)
         self._step_fields = {**self._fields, "reward": REWARD, "terminated": _FLAG, "truncated": _FLAG}
         self._checks = validation.checks_of(self._step_fields)
-        self._input = StepInput(
-            self._step_fields,
-            self._streams.observations,
-            self._shape,
-            self._device,
-            on_host=self._on_host,
-            reads_all=relabel is not None,
-        )
-        self._batch_kind = batch_kind(stream_outputs(self._fields, self._shape.stack))
-        self._sequence_kind = batch_kind(stream_outputs(self._fields, self._shape.stack, sequences=True))
+        observations, on_host = self._streams.observations, self._on_host
+        self._input = StepInput(self._step_fields, observations, self._settings, self._device, on_host=on_host)
+        self._batch_kind = stream_batch(self._fields, self._settings.stack)
+        self._sequence_kind = stream_batch(self._fields, self._settings.stack, sequences=True)
 
     def _sizes(self) -> dict[str, int]:
-        return trajectory_estimate(self._shape, self._fields, self._sampler, self._backend)
+        return trajectory_estimate(self._settings.shape, self._fields, self._sampler, self._backend)
 
     def _make_storage(self) -> TrajectoryStorage:
-        self._streams = TrajectoryStorage(
-            self._shape,
-            self._fields,
-            self._device,
-            gamma=self._gamma,
-            padding=self._padding,
-            random_shift=self._random_shift,
-            memory=self._memory(),
-        )
+        self._streams = TrajectoryStorage(self._settings, self._fields, self._device, self._memory())
         return self._streams
-
-    def _make_engine(self) -> TrajectoryHostEngine | TrajectoryDeviceEngine:
-        if self._on_host:
-            draws = HostSampler(self._state, self._streams, self._seed)
-            return TrajectoryHostEngine(self._streams, draws, self._relabel)
-        from gpu_replay.engines.device_sampler import DeviceSampler
-        from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
-
-        on_device = DeviceSampler(self._state, self._streams, self._stream_order)
-        return TrajectoryDeviceEngine(self._streams, on_device, self._relabel)
 
     @classmethod
     def from_spaces(
-        cls: type[OwnStream],
+        cls,
         capacity: int,
         num_envs: int,
         observation_space: Space[Any],
@@ -187,7 +143,7 @@ class TrajectoryReplayBuffer(Buffer):
         dtypes: Mapping[str, Any] | None = None,
         extra: Mapping[str, Field] | None = None,
         **settings: Any,
-    ) -> OwnStream:
+    ) -> Self:
         """A buffer of obs and action for the Gymnasium spaces of one environment.
 
         dtypes:   of fields by name, such as `{"obs": torch.float64}`, which with a Dict space counts for every
@@ -202,14 +158,14 @@ class TrajectoryReplayBuffer(Buffer):
 
     @classmethod
     def from_env(
-        cls: type[OwnStream],
+        cls,
         env: VectorEnv[Any, Any, Any],
         capacity: int,
         *,
         dtypes: Mapping[str, Any] | None = None,
         extra: Mapping[str, Field] | None = None,
         **settings: Any,
-    ) -> OwnStream:
+    ) -> Self:
         """A buffer for a Gymnasium vector environment: its number of environments, spaces and autoreset mode.
 
         dtypes, extra, settings: as in `from_spaces`; `autoreset` is needed where the environment's metadata have no
@@ -231,32 +187,32 @@ class TrajectoryReplayBuffer(Buffer):
     @property
     def num_envs(self) -> int:
         """Environments stepped together, `E`."""
-        return self._num_envs
+        return self._settings.num_envs
 
     @property
     def stack(self) -> int:
         """Frames of an observation, `S`."""
-        return self._shape.stack
+        return self._settings.stack
 
     @property
     def n_step(self) -> int:
         """Steps until bootstrapping, `n`."""
-        return self._shape.n_step
+        return self._settings.n_step
 
     @property
     def gamma(self) -> float:
         """The discount of one step."""
-        return self._gamma
+        return self._settings.gamma
 
     @property
     def autoreset(self) -> Autoreset:
         """What follows an ending: "next_step", "same_step" or "disabled"."""
-        return self._autoreset
+        return self._settings.autoreset
 
     @property
     def relabel(self) -> Hindsight | None:
         """How sampled batches are relabelled, or None."""
-        return self._relabel
+        return self._settings.relabel
 
     # calls
 
@@ -283,24 +239,15 @@ class TrajectoryReplayBuffer(Buffer):
         if is_dynamo_compiling():
             return self._operators.add(fields if final_obs is None else {**fields, "final_obs": final_obs}, priority)
         finals: dict[str, Any] = {}
-        if fields.keys() != self._step_fields.keys():
-            fields, finals = self._named(fields)
-        if final_obs is not None:
-            finals |= validation.final_columns(final_obs, self._streams.observations, self._num_envs)
-        values, envs, ready = self._rows_of(fields, self._num_envs)
+        if final_obs is not None or fields.keys() != self._step_fields.keys():
+            fields, finals = self._input.split(fields, final_obs)
+        values, envs, ready = self._rows_of(fields, self._settings.num_envs)
         terminated, truncated = values.pop("terminated"), values.pop("truncated")
-        final_rows = self._input.finals(finals, terminated, truncated)
+        final_rows = self._input.finals(finals, terminated, truncated) if finals else None
         if priority is not None:
             priority = validation.as_priorities("priority", priority, envs, self._device, as_array=self._on_host)
         with self._lock:
             return self._engine.add_step(values, terminated, truncated, priority, final_rows, ready)
-
-    def _named(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The values by the names of the fields, and final observations that were given by theirs."""
-        fields, observations = flattened(values, self._step_fields), self._streams.observations
-        finals = {name: fields.pop(f"final_{name}") for name in observations if f"final_{name}" in fields}
-        check_names(fields, self._step_fields)
-        return fields, finals
 
     def extend(self, *, priority: Any = None, final_obs: Any = None, **fields: Any) -> Tensor:
         """Store T steps of all `E` environments and return their keys, (T, E) int64 on the buffer's device.
@@ -317,30 +264,24 @@ class TrajectoryReplayBuffer(Buffer):
         """
         if self._stream_order.capturing():
             raise RuntimeError("extend waits for the device and cannot be captured in a CUDA graph; use add.")
-        fields, named = self._named(fields)
-        if named:
-            given = final_obs if isinstance(final_obs, dict) else {}
-            final_obs = {**given, **{name.removeprefix("obs."): value for name, value in named.items()}}
+        fields, given = self._input.split(fields, final_obs)
         values: dict[str, Any] = {}
         for name, field in self._step_fields.items():
             steps = len(next(iter(values.values()))) if values else None
             values[name] = self._input.steps(name, fields[name], field, steps)
         terminated, truncated = (_on_host(values.pop(name)) for name in ("terminated", "truncated"))
-        count = len(terminated)
+        count, envs = terminated.shape
         if priority is not None:
             checked = validation.as_tensor("priority", priority, self._device)
-            if tuple(checked.shape) != (count, self._num_envs):
-                raise ValueError(f"priority needs shape {[count, self._num_envs]}; found {list(checked.shape)}.")
+            if tuple(checked.shape) != (count, envs):
+                raise ValueError(f"priority needs shape {[count, envs]}; found {list(checked.shape)}.")
             flat = checked.reshape(-1)
             priority = validation.as_priorities("priority", flat, len(flat), self._device, as_array=self._on_host)
-            priority = priority.reshape(count, self._num_envs)
-        finals = None
-        if final_obs is not None:
-            finals = self._input.many_finals(final_obs, self._input.reads_final(terminated, truncated))
+            priority = priority.reshape(count, envs)
+        finals = self._input.many_finals(given, terminated, truncated) if given else None
         with self._lock:
             first = self._draws.span()[1]
-            keys = torch.arange(first, first + count * self._num_envs, device=self._device)
-            keys = keys.view(count, self._num_envs)
+            keys = torch.arange(first, first + count * envs, device=self._device).view(count, envs)
             return self._engine.extend(values, terminated, truncated, priority, finals, keys)
 
     def begin_episodes(self, envs: Any = None) -> None:
@@ -351,11 +292,11 @@ class TrajectoryReplayBuffer(Buffer):
         Call it when a stream was interrupted: environments were reset by hand, or restarted beside a loaded checkpoint.
         Windows that are still open are never drawn. Raises ValueError or TypeError for another shape or dtype.
         """
+        count, device, on_host = self._settings.num_envs, self._device, self._on_host
         if envs is None:
-            chosen = torch.ones(self._num_envs, dtype=torch.bool, device=self._device)
+            chosen = torch.ones(count, dtype=torch.bool, device=device)
         else:
-            device, on_host = self._device, self._on_host
-            chosen = validation.as_field("envs", envs, _FLAG, self._num_envs, device, on_host=on_host, steps=True)
+            chosen = validation.as_field("envs", envs, _FLAG, count, device, on_host=on_host, steps=True)
         with self._lock:
             self._engine.break_streams(chosen)
 
@@ -428,7 +369,7 @@ class TrajectoryReplayBuffer(Buffer):
         every = check_int("stride", stride, 1)
         if not isinstance(strict, (bool, np.bool_)):
             raise TypeError(f"strict must be True or False; found {strict!r}.")
-        if self._relabel is not None:
+        if self._settings.relabel is not None:
             raise ValueError(
                 "sample_sequences cannot relabel goals. Sample single transitions, or make a buffer without relabel."
             )
@@ -441,7 +382,7 @@ class TrajectoryReplayBuffer(Buffer):
                     "Add more, or ask for shorter windows."
                 )
             if not strict and every == 1:
-                self._check_enough(batch, (steps - 1) * self._num_envs, call)
+                self._check_enough(batch, (steps - 1) * self._settings.num_envs, call)
                 return Batch(self._engine.sample_sequences(batch, steps, exponent))
             sampler, available = self._engine.sequence_sampler(steps, bool(strict), every)
             call = f"{call} with strict={bool(strict)}, stride={every}"
@@ -458,43 +399,22 @@ class TrajectoryReplayBuffer(Buffer):
 
     # state
 
-    def _config(self) -> dict[str, Any]:
-        """The settings of the buffer as JSON values."""
-        return {
-            **super()._config(),
-            "num_envs": self._num_envs,
-            "stack": self._shape.stack,
-            "n_step": self._shape.n_step,
-            "gamma": self._gamma,
-            "autoreset": self._autoreset,
-            "padding": self._padding,
-            "random_shift": self._random_shift,
-            "final_capacity": self._shape.finals,
-            "relabel": None if self._relabel is None else self._relabel.describe(),
-        }
+    def _arguments(self) -> dict[str, Any]:
+        return {**super()._arguments(), **vars(self._settings)}
 
     def _described(self) -> str:
-        shape = self._shape
-        return (
-            f"num_envs={self._num_envs}, stack={shape.stack}, n_step={shape.n_step}, gamma={self._gamma}, "
-            f"autoreset={self._autoreset!r}; {self._sampler}"
-        )
-
-    def _settings(self) -> dict[str, Any]:
-        return {**super()._settings(), "relabel": self._relabel}
-
-    _layout = staticmethod(stream_layout)
+        return f"{self._settings}; {self._sampler}"
 
     @class_only
     def load(
-        cls: type[OwnStream],
+        cls,
         path: str | PathLike[str],
         device: torch.device | str | None = None,
         relabel: Hindsight | None = None,
         *,
         storage_device: torch.device | str | None = None,
         storage_path: StoragePath | None = None,
-    ) -> OwnStream:
+    ) -> Self:
         """The buffer that `save` wrote, on any device.
 
         relabel:  given again where the saved buffer had one, since its functions are not saved.
@@ -502,12 +422,14 @@ class TrajectoryReplayBuffer(Buffer):
 
         Raises CheckpointError that says what is damaged, ValueError for another `relabel` than the saved buffer's.
         """
-        saved = checkpoint_state.Saved(path, cls.__name__)
-        with saved.refusing(saved.NO_SETTINGS):
-            described = dict(saved.config.get("relabel") or {}) or None
-        check_relabel_again(path, described, relabel)
-        places = {"storage_device": storage_device, "storage_path": storage_path}
-        return state.loaded(cls, saved, device, relabel=relabel, **places)
+        return cls._loaded(
+            path,
+            device,
+            partial(check_saved_relabel, path, relabel),
+            relabel=relabel,
+            storage_device=storage_device,
+            storage_path=storage_path,
+        )
 
 
 def _on_host(flags: Tensor | np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.fields import DICTIONARIES, STORABLE, TORCH_OF, Field, flattened, has_items
+from gpu_replay.fields import DICTIONARIES, STORABLE, TORCH_OF, Field
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 # memory that torch allocates begins at multiples of it; Triton compiles code that moves whole words for them
@@ -301,73 +301,6 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
             raise ValueError(f"{refusal} The largest value does not fit {dtype}.")
     elif not torch.equal(result.to(source), tensor) or bool(((result < 0) != (tensor < 0)).any()):
         raise ValueError(f"{refusal} Values from {tensor.min().item()} to {tensor.max().item()} do not fit {dtype}.")
-    return result
-
-
-def final_columns(value: Any, observations: Sequence[str], num_envs: int) -> dict[str, Any]:
-    """Final observations by the name of their observation field, `obs` or several `obs.NAME`.
-
-    value: of a single field whatever `as_final` takes. Of several a dictionary of that, nested or not (of a Tuple
-           space a tuple), or as Gymnasium gives it an object array (or list) of one dictionary or tuple for each
-           environment, None where nothing ended.
-    Raises TypeError, ValueError or KeyError for anything else.
-    """
-    if "obs" in observations:
-        return {"obs": value}
-    if isinstance(value, DICTIONARIES) or (isinstance(value, tuple) and has_items("obs", observations)):
-        columns = flattened({"obs": value}, observations)
-        # Gymnasium puts a mask `_NAME` of the environments beside each NAME
-        own = {name: each for name, each in columns.items() if not name.rpartition(".")[2].startswith("_")}
-        return own | {name: columns[name] for name in observations if name in columns}
-    if not isinstance(value, (list, tuple)) and not (isinstance(value, np.ndarray) and value.dtype == object):
-        raise TypeError(
-            f"'final_obs' of {len(observations)} observation fields must be a dictionary of them, or one for each "
-            f"environment; found {type(value).__name__}."
-        )
-    if len(value) != num_envs:
-        raise ValueError(f"'final_obs' needs {num_envs} rows, one for each environment; found {len(value)}.")
-    columns = {name: [None] * num_envs for name in observations}
-    for row, each in enumerate(value):
-        parts = {} if each is None else flattened({"obs": each}, observations)
-        if each is not None and parts.keys() != columns.keys():
-            names = ", ".join(map(repr, observations))
-            raise KeyError(f"'final_obs' of environment {row} must hold {names}; found {', '.join(map(repr, parts))}.")
-        for name, part in parts.items():
-            columns[name][row] = part
-    return columns
-
-
-def as_final(name: str, value: Any, field: Field, rows: int, ended: Tensor | None, device: torch.device) -> Tensor:
-    """Final observations as `[rows, *field.shape]` of the field's dtype; rows that did not end hold anything.
-
-    value: an array or tensor of all rows, or an object array with None where nothing ended.
-    ended: (rows,) bool on the CPU, the rows that will be read, or None where only the device knows them.
-    """
-    if isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.dtype == object):
-        return _from_objects(name, value, field, rows, ended, device)
-    tensor = as_tensor(name, value, device)
-    if tuple(tensor.shape) != (rows, *field.shape):
-        raise ValueError(f"{name!r} needs shape {[rows, *field.shape]}; found {list(tensor.shape)}.")
-    if tensor.dtype == field.dtype:
-        return tensor
-    if ended is None or not tensor.is_cpu:
-        return cast(name, tensor, field.dtype)
-    # the other rows may hold values that cannot be cast
-    result = torch.zeros(tensor.shape, dtype=field.dtype, device="cpu")
-    result[ended] = cast(name, tensor[ended], field.dtype)
-    return result
-
-
-def _from_objects(name: str, value: Any, field: Field, rows: int, ended: Tensor | None, device: torch.device) -> Tensor:
-    if len(value) != rows:
-        raise ValueError(f"{name!r} needs {rows} rows, one for each environment; found {len(value)}.")
-    result = torch.zeros((rows, *field.shape), dtype=field.dtype, device="cpu")
-    for row, each in enumerate(value):
-        if each is not None:
-            one = as_tensor(name, each, device)[None]
-            result[row] = as_field(name, one, field, None, device, on_host=False)[0]
-        elif ended is not None and bool(ended[row]):
-            raise ValueError(f"{name!r} has None for environment {row}, whose episode ended in this step.")
     return result
 
 

@@ -1,19 +1,16 @@
-"""The base class of both buffers: settings, priorities, statistics, state. Subclasses add storage and sampling.
+"""The base class of both buffers: settings, reading by key, priorities, statistics. Subclasses add and sample.
 
 Public methods check what users pass in; the work is done by an engine, on CPU tensors or through Triton kernels.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache, partial
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,109 +18,30 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import validation
-from gpu_replay.base import inspection, state
-from gpu_replay.base.refusals import class_only, refuse_for_spawned, refuse_in_forks
+from gpu_replay.base import inspection
+from gpu_replay.base.state import StatefulBuffer
 from gpu_replay.batch import Batch
-from gpu_replay.checkpoint import state as checkpoint_state
-from gpu_replay.checkpoint.joint import open_saved
-from gpu_replay.engines.draw_state import DrawState
-from gpu_replay.engines.host_sampler import HostSampler
-from gpu_replay.engines.placement import MakeMemory, StoragePath, check_placement
-from gpu_replay.engines.saved_state import StateLayout, check_state
-from gpu_replay.engines.storage import Storage, check_device, check_live, check_room
+from gpu_replay.engines.storage import check_live
 from gpu_replay.fields import Field
 from gpu_replay.graphs.cuda_graph import WARM_UPS
-from gpu_replay.graphs.custom_ops import BatchKind, Operators
+from gpu_replay.graphs.custom_ops import BatchKind
 from gpu_replay.graphs.learning_step import Learn, LearningStep
-from gpu_replay.graphs.stream_order import Recorded, StreamOrder
-from gpu_replay.ops._backend import choose
+from gpu_replay.graphs.stream_order import Recorded
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.samplers import Sampler, check_sampler
+from gpu_replay.samplers import Sampler
 from gpu_replay.stats import Distribution, Stats
 
-if TYPE_CHECKING:
-    from gpu_replay.engines.device import DeviceEngine
-    from gpu_replay.engines.device_sampler import DeviceSampler
-    from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
-    from gpu_replay.engines.host import HostEngine
-    from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
 
-    Engine = HostEngine | DeviceEngine | TrajectoryHostEngine | TrajectoryDeviceEngine
-
-Own = TypeVar("Own", bound="Buffer")
-
-
-class Buffer(ABC):
-    """A ring of preallocated tensors with a sampler."""
+class Buffer(StatefulBuffer):
+    """What both buffers answer and do, whatever they store."""
 
     # the tensors that `sample` returns, declared for compiled code
     _batch_kind: BatchKind
-    # the unit that is sampled, for messages, and whether stored rows may be ineligible
+    # the unit that is sampled, for messages
     _units: ClassVar[str]
-    _tracks_eligibility: ClassVar[bool]
     # the expected names, dtypes and shapes of the values of an `add`
     _checks: validation.Checks
-    # the settings that determine the layout of the state
-    _layout: ClassVar[Callable[..., StateLayout]]
-    # slots of all shards, in the shard of a larger buffer
-    _total_slots: int | None = None
-
-    def __init__(
-        self,
-        capacity: int,
-        fields: dict[str, Field],
-        sampler: Sampler,
-        device: torch.device | str | None,
-        seed: int,
-        storage_device: torch.device | str | None,
-        storage_path: StoragePath | None,
-    ) -> None:
-        self._capacity = capacity
-        self._fields = fields
-        self._sampler = check_sampler(sampler)
-        self._needs = lru_cache(64)(sampler.needs)
-        self._device = check_device(device)
-        self._placement = check_placement(self._device, storage_device, storage_path)
-        self._seed = validation.check_int("seed", seed)
-        self._backend = choose(self._device)
-        self._on_host = self._backend == "host"
-        self._lock: AbstractContextManager[Any] = threading.RLock()
-        refuse_in_forks(self)
-        self._stream_order = StreamOrder(self._device)
-        # not needed at exit: the process frees its memory anyway
-        weakref.finalize(self, self._stream_order.close).atexit = False
-        check_room(self._sizes(), self._placement, {*fields, "alignment"})
-
-        # inference tensors could not be written outside of inference mode; calls on other streams come after what is
-        # allocated and filled on this one
-        with torch.inference_mode(False), self._stream_order:
-            self._storage = self._make_storage()
-            self._state = DrawState(
-                *(sampler, capacity, self._device, self._backend, self._seed),
-                tracks_eligibility=self._tracks_eligibility,
-                total_slots=self._total_slots,
-            )
-            self._counters = self._state.counters
-            self._engine: Engine = self._make_engine()
-        self._draws: HostSampler | DeviceSampler = self._engine.draws
-        self._operators = Operators(self, self._device)
-
-    @abstractmethod
-    def _make_engine(self) -> Engine:
-        """Make the engine that stores, samples and reads on this storage and state."""
-
-    @abstractmethod
-    def _sizes(self) -> dict[str, int]:
-        """Bytes of everything that will be allocated, by name."""
-
-    def _make_storage(self) -> Storage:
-        """The ring, allocated."""
-        return Storage(self._capacity, self._fields, self._device, packed=self._on_host, memory=self._memory())
-
-    def _memory(self) -> MakeMemory | None:
-        """The allocator of the fields, or None if they are on the device."""
-        return self._placement.memory(self._stream_order.drain)
 
     # attributes
 
@@ -325,30 +243,6 @@ class Buffer(ABC):
         with self._lock:
             self._draws.update(keys, priorities, ready)
 
-    def clear(self) -> None:
-        """Forget all transitions; keys go on counting, and so do the counts of `stats()`.
-
-        An interrupt (KeyboardInterrupt) takes effect after the call.
-        """
-        with self._lock, self._stream_order.mending(), self._alone():
-            try:
-                self._forget_all()
-            except BaseException:
-                # a clear that stops halfway would leave dead rows eligible, so it is repeated as a whole
-                self._forget_all()
-                raise
-
-    def _forget_all(self) -> None:
-        self._state.clear()
-        if self._stream_order.interrupted:
-            # the counts of the host may be wrong, and what is known of the last steps
-            self._storage.reset_from(0)
-            self._engine.rebuild(self._seed)
-            self._stream_order.interrupted = False
-        else:
-            self._storage.times_sampled.zero_()
-            self._engine.on_clear()
-
     def stats(self) -> Stats:
         """Diagnostics of this moment; on CUDA this waits for the device and reads all priorities once."""
         with self._alone():
@@ -437,31 +331,7 @@ class Buffer(ABC):
 
         Raises TypeError or ValueError for invalid arguments.
         """
-        batch = None if batch_size is None else validation.check_batch_size(batch_size)
-        exponent = validation.check_beta(beta)
-        if not callable(learn):
-            raise TypeError(f"capture needs a function that learns from a batch; found {type(learn).__name__}.")
-
-        def sample() -> Batch | None:
-            return None if batch is None else self.sample(batch, beta=exponent)
-
-        return LearningStep(
-            learn,
-            batch,
-            self.device,
-            validation.check_int("warm_ups", warm_ups, 1),
-            generators=validation.check_generators(generators, self.device),
-            sample=sample,
-            update=self.update_priorities,
-            recording=lambda: self._recording(batch),
-            replaying=lambda recorded: self._replaying(batch, recorded),
-        )
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Exclude all other calls, on host and device, for operations that the engine does not order itself."""
-        with self._lock, self._stream_order:
-            yield
+        return LearningStep(self, learn, batch_size, beta, warm_ups, generators)
 
     @contextmanager
     def _recording(self, batch: int | None) -> Iterator[Recorded]:
@@ -483,121 +353,3 @@ class Buffer(ABC):
                 self._check_enough(batch)
             yield
             self._engine.on_replay(recorded.rows)
-
-    # state
-
-    def _state_tensors(self, added: int) -> dict[str, Tensor]:
-        """Views of all memory in use after `added` transitions, by name."""
-        written, draws = min(added, self._capacity), self._state
-        if self._placement.pinned:
-            # the device may still read and write memory that the host is about to use
-            self._stream_order.settle()
-        views = {f"fields.{name}": tensor[:written] for name, tensor in self._storage.tensors.items()}
-        views["times_sampled"] = self._storage.times_sampled[:written]
-        if draws.tree is not None:
-            views["masses"] = draws.tree.masses[:written]
-        views |= self._storage.stream_tensors(written)
-        if draws.tree is None and draws.eligible_tree is not None:
-            views["marks"] = draws.eligible_tree.masses[:written]
-        return views
-
-    def _rebuild(self, seed: int) -> None:
-        """Take over what was written into `_state_tensors` and the counters, and draw from this seed."""
-        self._seed = seed
-        written = min(self._draws.span()[1], self._capacity)
-        self._storage.reset_from(written)
-        self._state.rebuild(written)
-        self._engine.rebuild(seed)
-
-    def _buffer_state(self) -> checkpoint_state.BufferState:
-        config = self._config()
-        return checkpoint_state.BufferState(
-            config,
-            self._seed,
-            self._counters,
-            self._state_tensors,
-            partial(check_state, self._layout(**state.arguments_of(config))),
-            self._rebuild,
-        )
-
-    def _config(self) -> dict[str, Any]:
-        """Class and settings as JSON values."""
-        return state.config_of(type(self).__name__, self._capacity, self._fields, self._sampler)
-
-    def _settings(self) -> dict[str, Any]:
-        """Constructor arguments for a buffer like this one, functions included."""
-        places = {"storage_device": self._placement.storage_device, "storage_path": self._placement.path}
-        return {**state.arguments_of(self._config()), "device": self._device, "seed": self._seed, **places}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Copy the whole state in memory: transitions, priorities, counters, random state. `save` makes no copy.
-
-        Raises MemoryError for a buffer with `storage_path` whose fields are larger than the memory that is free.
-        """
-        with self._alone():
-            return checkpoint_state.snapshot(self._buffer_state(), check=self._check_copy)
-
-    def _check_copy(self, tensors: Mapping[str, Tensor]) -> None:
-        if self._placement.path is not None:
-            state.check_copy(tensors)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of `state_dict`: the next `sample` returns what that buffer would have returned next.
-
-        Raises ValueError when capacity, fields or sampler differ, KeyError or TypeError for what is no such state;
-        nothing is changed then. An interrupt (KeyboardInterrupt) or a lack of memory later on leaves the buffer empty.
-        """
-        with self._lock, self._stream_order.mending(), self._alone():
-            checkpoint_state.restore(self._buffer_state(), state, self._changing())
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Within it everything is replaced; if that raises, the buffer is emptied, or refuses all calls."""
-        try:
-            self._stream_order.interrupted = True
-            yield
-        except BaseException:
-            self._forget_all()
-            raise
-        self._stream_order.interrupted = False
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write a checkpoint folder: no pickle, streamed, checksummed; a crash leaves the old one or the new one.
-
-        Over an earlier checkpoint only those files of at most 64 MiB are written whose rows have changed since.
-        """
-        with self._alone():
-            checkpoint_state.save(self._buffer_state(), path)
-
-    @class_only
-    def load(
-        cls: type[Own],
-        path: str | PathLike[str],
-        device: torch.device | str | None = None,
-        *,
-        storage_device: torch.device | str | None = None,
-        storage_path: StoragePath | None = None,
-    ) -> Own:
-        """The buffer that `save` wrote, on any device.
-
-        storage_device, storage_path: where the fields of this buffer are to be, wherever those of the saved one were.
-
-        For another capacity or sampler make a new buffer and fill it from `old.batches(size)`.
-        Raises CheckpointError that says what is damaged; while another process saves to the path, that it is to be
-        opened again.
-        """
-        places = {"storage_device": storage_device, "storage_path": storage_path}
-        return state.loaded(cls, open_saved(path, cls.__name__), device, **places)
-
-    def __deepcopy__(self: Own, memo: dict[int, Any]) -> Own:
-        """An independent buffer with the same state: both return the same next sample."""
-        with self._alone():
-            return state.remade(
-                type(self), self._settings(), checkpoint_state.snapshot(self._buffer_state(), copied=False)
-            )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        refuse_for_spawned()
-        with self._alone():
-            snapshot = checkpoint_state.snapshot(self._buffer_state(), check=self._check_copy)
-            return state.remade, (type(self), self._settings(), snapshot)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.checkpoint.config import field_from, sampler_from
-from gpu_replay.checkpoint.format import Checkpoint, read_checkpoint
-from gpu_replay.checkpoint.joint import KIND, JointCheckpoint, Share
+from gpu_replay.checkpoint.joint import JointCheckpoint, Share
 from gpu_replay.checkpoint.shards import Part
 from gpu_replay.checkpoint.state import BufferState
 from gpu_replay.errors import CheckpointError
@@ -122,69 +121,46 @@ def of_buffer(state: BufferState) -> BufferReport:
 
 
 def of_checkpoint(path: str | os.PathLike[str]) -> BufferReport:
-    """The contents of a checkpoint, or of the newest one of a run. Raises CheckpointError for anything else."""
+    """The contents of a checkpoint, or of the newest one of a run, numbered as `load` numbers them.
+
+    Raises CheckpointError for anything else.
+    """
     folder = Path(path)
     if not (folder / "manifest.json").is_file():
         manifests = sorted(folder.glob("checkpoint/*/replay/manifest.json"))
         if not manifests:
             raise CheckpointError(f"{path} holds neither a checkpoint of a buffer nor a run with one.")
         folder = manifests[-1].parent
-    saved = read_checkpoint(folder)
     try:
-        manifest = saved.manifest
-        if manifest["settings"]["kind"] == KIND:
-            return _of_ranks(JointCheckpoint(folder))
-        columns = {name: saved.read(name) for name in saved.tensor_names if name in _OF_ROWS}
-
-        def slots_of(part: Part) -> tuple[Any, Tensor]:
-            return slice(None), torch.arange(part.start, part.stop, device="cpu")
-
-        def rows(name: str, slots: np.ndarray) -> Tensor:
-            return _stored_rows(saved, [name], slots_of, slots)
-
-        return _report(manifest["settings"], manifest["counters"], columns, rows)
+        joint = JointCheckpoint(folder, kinds=None)
+        share, saved = Share(1, 0, joint.capacity), joint.checkpoint
+        counters = joint.counters(share)
+        columns = {}
+        for name in _OF_ROWS:
+            if joint.tensor_name(0, name) in saved.tensor_names:
+                dtype, _ = saved.shape_of(joint.tensor_name(0, name))
+                columns[name] = torch.empty(min(counters["ADDED"], joint.capacity), dtype=dtype, device="cpu")
+        joint.fill(columns, share)
+        return _report(joint.config, counters, columns, lambda name, slots: _stored_rows(joint, share, name, slots))
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the manifest is not of a replay buffer: {error}") from None
 
 
-def _of_ranks(joint: JointCheckpoint) -> BufferReport:
-    """All that several ranks saved, numbered as `ReplayBuffer.load` numbers it."""
-    share, saved = Share(1, 0, joint.capacity), joint.checkpoint
-    counters = joint.counters(share)
-    written = min(counters["ADDED"], joint.capacity)
-    columns = {}
-    for name in _OF_ROWS:
-        if joint.tensor_name(0, name) in saved.tensor_names:
-            columns[name] = torch.empty(written, dtype=saved.shape_of(joint.tensor_name(0, name))[0], device="cpu")
-    joint.fill(columns, share)
-
-    def rows(name: str, slots: np.ndarray) -> Tensor:
-        ranks = {joint.tensor_name(rank, name): rank for rank in range(joint.ranks)}
-        return _stored_rows(saved, ranks, lambda part: joint.slots_of(part, ranks[part.name], share), slots)
-
-    return _report(joint.config, counters, columns, rows)
-
-
-def _stored_rows(
-    saved: Checkpoint, names: Collection[str], slots_of: Callable[[Part], tuple[Any, Tensor]], slots: np.ndarray
-) -> Tensor:
-    """The rows at these slots of stored tensors; only the files that hold some are read.
-
-    slots_of: which rows of a part are live, and their slots.
-    """
-    chosen = torch.from_numpy(slots)
-    dtype, shape = saved.shape_of(next(iter(names)))
+def _stored_rows(joint: JointCheckpoint, share: Share, name: str, slots: np.ndarray) -> Tensor:
+    """The rows of a tensor at these slots of the share; only the files that hold some are read."""
+    ranks, chosen = {joint.tensor_name(rank, name): rank for rank in range(joint.ranks)}, torch.from_numpy(slots)
+    dtype, shape = joint.checkpoint.shape_of(joint.tensor_name(0, name))
     out = torch.empty((len(slots), *shape[1:]), dtype=dtype, device="cpu")
 
     def holds(part: Part) -> bool:
-        return part.name in names and bool(torch.isin(slots_of(part)[1], chosen).any())
+        return part.name in ranks and bool(torch.isin(joint.slots_of(part, ranks[part.name], share)[1], chosen).any())
 
     def use(part: Part, stored: Tensor) -> None:
-        live, at = slots_of(part)
+        live, at = joint.slots_of(part, ranks[part.name], share)
         row, place = (at[:, None] == chosen).nonzero(as_tuple=True)
         out[place] = stored[live][row]
 
-    saved.read_parts(holds, Part.empty, use)
+    joint.checkpoint.read_parts(holds, Part.empty, use)
     return out
 
 

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable
 from functools import wraps
+from inspect import getfullargspec
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -16,7 +17,7 @@ _INSTEAD = (
 )
 # all buffers of this process
 _buffers: weakref.WeakSet[Any] = weakref.WeakSet()
-Made = TypeVar("Made", bound=Callable[..., None])
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class ForkedLock:
@@ -72,19 +73,17 @@ else:
             return refuse
 
 
-def names_from_spaces(fields: str) -> Callable[[Made], Made]:
+def hint_from_spaces(init: Init) -> Init:
     """Decorate a constructor to raise a TypeError that names `from_spaces` when it gets Gymnasium spaces."""
+    names = getfullargspec(init).args[1:]
 
-    def decorate(init: Made) -> Made:
-        @wraps(init)
-        def checked(self: Any, *given: Any, **settings: Any) -> None:
-            if len(given) > len(fields.split(", ")):
-                raise TypeError(
-                    f"{type(self).__name__} takes ({fields}) and settings by name; found {len(given)} arguments. "
-                    f"Gymnasium's spaces go to {type(self).__name__}.from_spaces."
-                )
-            init(self, *given, **settings)
+    @wraps(init)
+    def checked(self: Any, *given: Any, **settings: Any) -> None:
+        if len(given) > len(names):
+            raise TypeError(
+                f"{type(self).__name__} takes ({', '.join(names)}) and settings by name; found {len(given)} arguments. "
+                f"Gymnasium's spaces go to {type(self).__name__}.from_spaces."
+            )
+        init(self, *given, **settings)
 
-        return checked  # type: ignore[return-value]
-
-    return decorate
+    return checked  # type: ignore[return-value]

@@ -1,71 +1,293 @@
-"""How a buffer is saved, loaded and copied, as plain functions of a buffer or of its class."""
+"""What a buffer is made of, and how all of it is emptied, saved, loaded and copied."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache, partial
+from os import PathLike
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
+from gpu_replay.base.refusals import class_only, refuse_for_spawned, refuse_in_forks
 from gpu_replay.checkpoint import state as checkpoint_state
-from gpu_replay.checkpoint.config import describe_field, describe_sampler, field_from, sampler_from
-from gpu_replay.engines.placement import check_placement
-from gpu_replay.engines.storage import check_device, free_bytes
+from gpu_replay.checkpoint.config import arguments_of, config_of
+from gpu_replay.checkpoint.joint import open_saved
+from gpu_replay.engines.device_sampler import DeviceSampler
+from gpu_replay.engines.draw_state import DrawState
+from gpu_replay.engines.host_sampler import HostSampler
+from gpu_replay.engines.placement import MakeMemory, StoragePath, check_placement
+from gpu_replay.engines.saved_state import StateLayout, check_state
+from gpu_replay.engines.storage import Storage, check_device, check_room, free_bytes
 from gpu_replay.fields import Field
-from gpu_replay.samplers import Sampler
+from gpu_replay.graphs.custom_ops import Operators
+from gpu_replay.graphs.stream_order import StreamOrder
+from gpu_replay.ops._backend import choose
+from gpu_replay.ops.eligibility import StreamShape
+from gpu_replay.samplers import Sampler, check_sampler
+from gpu_replay.validation import check_int
 
 if TYPE_CHECKING:
-    from gpu_replay.base.buffer import Buffer
+    from typing_extensions import Self
 
-Kind = TypeVar("Kind", bound="Buffer")
+    from gpu_replay.engines.device import DeviceEngine
+    from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
+    from gpu_replay.engines.host import HostEngine
+    from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
 
-
-def config_of(kind: str, capacity: int, fields: Mapping[str, Field], sampler: Sampler) -> dict[str, Any]:
-    """Class, capacity, fields and sampler as JSON values."""
-    return {
-        "kind": kind,
-        "capacity": capacity,
-        "fields": {name: describe_field(field) for name, field in fields.items()},
-        "sampler": describe_sampler(sampler),
-    }
+    Engine: TypeAlias = HostEngine | DeviceEngine | TrajectoryHostEngine | TrajectoryDeviceEngine
 
 
-def arguments_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Constructor arguments from a config."""
-    own = {name: value for name, value in config.items() if name != "kind"}
-    fields = {name: field_from(described) for name, described in config["fields"].items()}
-    return {**own, "fields": fields, "sampler": sampler_from(config["sampler"])}
+class StatefulBuffer(ABC):
+    """A ring of preallocated tensors with a sampler, an engine that works on them, and their state as a whole."""
 
+    # made with a storage and what draws from it
+    _host_engine: ClassVar[type[Any]]
+    _device_engine: ClassVar[type[Any]]
+    # whether stored rows may be ineligible, and how a ring of steps is divided
+    _tracks_eligibility: ClassVar[bool]
+    _shape: StreamShape | None = None
+    # slots of all shards, in the shard of a larger buffer
+    _total_slots: int | None = None
 
-def check_copy(tensors: Mapping[str, Tensor]) -> None:
-    """Raise MemoryError where copies of these in memory are known not to fit."""
-    needed, free = sum(tensor.nbytes for tensor in tensors.values()), free_bytes(torch.device("cpu"))
-    if free is not None and needed > free:
-        raise MemoryError(
-            f"a copy of what the buffer holds needs {needed:,} bytes of memory, where {free:,} are free. Use "
-            "save(path) and load(path), which read and write in pieces, or copy.deepcopy(buffer)."
+    def __init__(
+        self,
+        capacity: int,
+        fields: dict[str, Field],
+        sampler: Sampler,
+        device: torch.device | str | None,
+        seed: int,
+        storage_device: torch.device | str | None,
+        storage_path: StoragePath | None,
+    ) -> None:
+        self._capacity = capacity
+        self._fields = fields
+        self._sampler = check_sampler(sampler)
+        self._needs = lru_cache(64)(sampler.needs)
+        self._device = check_device(device)
+        self._placement = check_placement(self._device, storage_device, storage_path)
+        self._seed = check_int("seed", seed)
+        self._backend = choose(self._device)
+        self._on_host = self._backend == "host"
+        self._lock: AbstractContextManager[Any] = threading.RLock()
+        refuse_in_forks(self)
+        self._stream_order = StreamOrder(self._device)
+        # not needed at exit: the process frees its memory anyway
+        weakref.finalize(self, self._stream_order.close).atexit = False
+        check_room(self._sizes(), self._placement, {*fields, "alignment"})
+
+        # inference tensors could not be written outside of inference mode; calls on other streams come after what is
+        # allocated and filled on this one
+        with torch.inference_mode(False), self._stream_order:
+            self._storage = self._make_storage()
+            self._state = DrawState(
+                *(sampler, capacity, self._device, self._backend, self._seed),
+                tracks_eligibility=self._tracks_eligibility,
+                total_slots=self._total_slots,
+            )
+            self._counters = self._state.counters
+            self._engine: Engine = self._make_engine()
+        self._draws: HostSampler | DeviceSampler = self._engine.draws
+        self._operators = Operators(self, self._device)
+
+    @abstractmethod
+    def _sizes(self) -> dict[str, int]:
+        """Bytes of everything that will be allocated, by name."""
+
+    def _make_storage(self) -> Storage:
+        """The ring, allocated."""
+        return Storage(self._capacity, self._fields, self._device, packed=self._on_host, memory=self._memory())
+
+    def _memory(self) -> MakeMemory | None:
+        """The allocator of the fields, or None if they are on the device."""
+        return self._placement.memory(self._stream_order.drain)
+
+    def _make_engine(self) -> Engine:
+        """The engine that stores, samples and reads on this storage and state."""
+        if self._on_host:
+            return self._host_engine(self._storage, HostSampler(self._state, self._storage, self._seed))
+        return self._device_engine(self._storage, DeviceSampler(self._state, self._storage, self._stream_order))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Exclude all other calls, on host and device, for operations that the engine does not order itself."""
+        with self._lock, self._stream_order:
+            yield
+
+    def clear(self) -> None:
+        """Forget all transitions; keys go on counting, and so do the counts of `stats()`.
+
+        An interrupt (KeyboardInterrupt) takes effect after the call.
+        """
+        with self._lock, self._stream_order.mending(), self._alone():
+            try:
+                self._forget_all()
+            except BaseException:
+                # a clear that stops halfway would leave dead rows eligible, so it is repeated as a whole
+                self._forget_all()
+                raise
+
+    def _forget_all(self) -> None:
+        self._state.clear()
+        if self._stream_order.interrupted:
+            # the counts of the host may be wrong, and what is known of the last steps
+            self._storage.reset_from(0)
+            self._engine.rebuild(self._seed)
+            self._stream_order.interrupted = False
+        else:
+            self._storage.times_sampled.zero_()
+            self._engine.on_clear()
+
+    # saved, loaded and copied
+
+    def _arguments(self) -> dict[str, Any]:
+        """The constructor's arguments that two buffers must share for one to load the state of the other."""
+        return {"capacity": self._capacity, "fields": self._fields, "sampler": self._sampler}
+
+    def _all_arguments(self) -> dict[str, Any]:
+        """The constructor's arguments for a buffer like this one."""
+        places = {"storage_device": self._placement.storage_device, "storage_path": self._placement.path}
+        return {**self._arguments(), "device": self._device, "seed": self._seed, **places}
+
+    def _state_tensors(self, added: int) -> dict[str, Tensor]:
+        """Views of all memory in use after `added` transitions, by name."""
+        written, draws = min(added, self._capacity), self._state
+        if self._placement.pinned:
+            # the device may still read and write memory that the host is about to use
+            self._stream_order.settle()
+        views = {f"fields.{name}": tensor[:written] for name, tensor in self._storage.tensors.items()}
+        views["times_sampled"] = self._storage.times_sampled[:written]
+        if draws.tree is not None:
+            views["masses"] = draws.tree.masses[:written]
+        views |= self._storage.stream_tensors(written)
+        if draws.tree is None and draws.eligible_tree is not None:
+            views["marks"] = draws.eligible_tree.masses[:written]
+        return views
+
+    def _rebuild(self, seed: int) -> None:
+        """Take over what was written into `_state_tensors` and the counters, and draw from this seed."""
+        self._seed = seed
+        written = min(self._draws.span()[1], self._capacity)
+        self._storage.reset_from(written)
+        self._state.rebuild(written)
+        self._engine.rebuild(seed)
+
+    def _buffer_state(self) -> checkpoint_state.BufferState:
+        return checkpoint_state.BufferState(
+            config_of(type(self).__name__, self._arguments()),
+            self._seed,
+            self._counters,
+            self._state_tensors,
+            partial(check_state, StateLayout(self._capacity, self._sampler, self._shape)),
+            self._rebuild,
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """Copy the whole state in memory: transitions, priorities, counters, random state. `save` makes no copy.
 
-def loaded(
-    kind: type[Kind], saved: checkpoint_state.Saved, device: torch.device | str | None, **arguments: Any
-) -> Kind:
-    """The saved buffer on this device, made with these arguments besides the saved ones."""
-    with saved.refusing(saved.NO_SETTINGS):
-        own = arguments_of(saved.config)
-    # errors in these are errors of this call, not of the checkpoint
-    device = check_device(device)
-    check_placement(device, arguments["storage_device"], arguments["storage_path"])
-    with saved.refusing(saved.NO_SETTINGS):
-        buffer = kind(**(own | arguments | {"device": device, "seed": saved.seed}))
-    with buffer._alone():
-        saved.fill(buffer._buffer_state())
-    return buffer
+        Raises MemoryError for a buffer with `storage_path` whose fields are larger than the memory that is free.
+        """
+        with self._alone():
+            return checkpoint_state.snapshot(self._buffer_state(), check=self._check_copy)
+
+    def _check_copy(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise MemoryError where copies of fields on a disk are known not to fit into memory."""
+        if self._placement.path is None:
+            return
+        needed, free = sum(tensor.nbytes for tensor in tensors.values()), free_bytes(torch.device("cpu"))
+        if free is not None and needed > free:
+            raise MemoryError(
+                f"a copy of what the buffer holds needs {needed:,} bytes of memory, where {free:,} are free. Use "
+                "save(path) and load(path), which read and write in pieces, or copy.deepcopy(buffer)."
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state of `state_dict`: the next `sample` returns what that buffer would have returned next.
+
+        Raises ValueError when capacity, fields or sampler differ, KeyError or TypeError for what is no such state;
+        nothing is changed then. An interrupt (KeyboardInterrupt) or a lack of memory later on leaves the buffer empty.
+        """
+        with self._lock, self._stream_order.mending(), self._alone():
+            take_over = checkpoint_state.checked_state(self._buffer_state(), state)
+            try:
+                self._stream_order.interrupted = True
+                take_over()
+            except BaseException:
+                self._forget_all()
+                raise
+            self._stream_order.interrupted = False
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a checkpoint folder: no pickle, streamed, checksummed; a crash leaves the old one or the new one.
+
+        Over an earlier checkpoint only those files of at most 64 MiB are written whose rows have changed since.
+        """
+        with self._alone():
+            checkpoint_state.save(self._buffer_state(), path)
+
+    @class_only
+    def load(
+        cls,
+        path: str | PathLike[str],
+        device: torch.device | str | None = None,
+        *,
+        storage_device: torch.device | str | None = None,
+        storage_path: StoragePath | None = None,
+    ) -> Self:
+        """The buffer that `save` wrote, on any device.
+
+        storage_device, storage_path: where the fields of this buffer are to be, wherever those of the saved one were.
+
+        For another capacity or sampler make a new buffer and fill it from `old.batches(size)`.
+        Raises CheckpointError that says what is damaged; while another process saves to the path, that it is to be
+        opened again.
+        """
+        return cls._loaded(path, device, storage_device=storage_device, storage_path=storage_path)
+
+    @classmethod
+    def _loaded(
+        cls,
+        path: str | PathLike[str],
+        device: torch.device | str | None,
+        check: Callable[[dict[str, Any]], None] | None = None,
+        **given: Any,
+    ) -> Self:
+        """The saved buffer on this device, made with these arguments besides the saved ones.
+
+        check: raises where the saved arguments do not allow those given.
+        """
+        saved = open_saved(path, cls.__name__)
+        with saved.refusing(saved.NO_SETTINGS):
+            arguments = arguments_of(saved.config)
+        # errors in these are errors of this call, not of the checkpoint
+        if check is not None:
+            check(arguments)
+        device = check_device(device)
+        check_placement(device, given["storage_device"], given["storage_path"])
+        with saved.refusing(saved.NO_SETTINGS):
+            buffer = cls(**(arguments | given | {"device": device, "seed": saved.seed}))
+        with buffer._alone():
+            saved.fill(buffer._buffer_state())
+        return buffer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """An independent buffer with the same state: both return the same next sample."""
+        with self._alone():
+            views = checkpoint_state.snapshot(self._buffer_state(), copied=False)
+            return remade(type(self), self._all_arguments(), views)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        refuse_for_spawned()
+        return remade, (type(self), self._all_arguments(), self.state_dict())
 
 
-def remade(kind: type[Kind], settings: dict[str, Any], state: dict[str, Any]) -> Kind:
-    """A buffer of these settings in this state."""
-    buffer = kind(**settings)
+def remade(kind: type[Any], arguments: dict[str, Any], state: dict[str, Any]) -> Any:
+    """A buffer made with these arguments, in this state."""
+    buffer = kind(**arguments)
     buffer.load_state_dict(state)
     return buffer

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gpu_replay import validation
-from gpu_replay.fields import DICTIONARIES, TORCH_OF, Field, check_names
-from gpu_replay.ops.eligibility import GivenFinals, StreamShape
+from gpu_replay.engines.trajectory_storage import StreamSettings
+from gpu_replay.fields import DICTIONARIES, TORCH_OF, Field, check_names, flattened, has_items
+from gpu_replay.ops.eligibility import GivenFinals
 
 
 class StepInput:
@@ -19,64 +20,40 @@ class StepInput:
 
     fields:        of a step, by name.
     observations:  names of those that observations are made of, and that have final ones.
-    reads_all:     whether final observations of terminated episodes are read too, not only of truncated ones.
     """
 
     def __init__(
         self,
         fields: Mapping[str, Field],
         observations: Iterable[str],
-        shape: StreamShape,
+        settings: StreamSettings,
         device: torch.device,
         *,
         on_host: bool,
-        reads_all: bool,
     ) -> None:
         self._fields = fields
         self._observations = list(observations)
-        self._shape = shape
-        self._num_envs = shape.num_envs
+        self._settings, self._num_envs = settings, settings.num_envs
         self._device = device
         self._on_host = on_host
-        self._reads_all = reads_all
 
-    def finals(self, columns: dict[str, Any], terminated: Any, truncated: Any) -> dict[str, Any] | None:
-        """The final observations as `[E, *shape]` of each observation field, or None where none came."""
-        if not columns:
-            return None
-        self._refuse_unread()
-        self._check_names(columns)
-        if not self._shape.finals:
-            return None
-        # the rows that will be read, where the device need not be asked for them
-        ended = None
-        if self._on_host or (terminated.is_cpu and truncated.is_cpu):
-            over = self.reads_final(terminated, truncated)
-            ended = torch.from_numpy(over) if self._on_host else over
-        rows: dict[str, Any] = {}
-        for name in self._observations:
-            asked, field = f"final_{name}", self._fields[name]
-            rows[name] = validation.as_final(asked, columns[name], field, self._num_envs, ended, self._device)
-            if self._on_host:
-                rows[name] = validation.numpy_view(asked, rows[name])
-        return rows
+    def split(self, values: Mapping[str, Any], final_obs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The values by the names of the fields, and final observations, `final_obs` as "obs" and others as "obs.NAME".
 
-    def _refuse_unread(self) -> None:
-        """Raise ValueError where no final observation is ever read."""
-        if self._shape.next_step:
+        Raises KeyError for names that are missing or unknown, ValueError where no final observation is ever read.
+        """
+        fields = flattened(values, self._fields)
+        finals = {name: fields.pop(f"final_{name}") for name in self._observations if f"final_{name}" in fields}
+        check_names(fields, self._fields)
+        if final_obs is not None:
+            finals["obs"] = final_obs
+        if finals and self._settings.autoreset == "next_step":
             raise ValueError(
                 'a buffer with autoreset="next_step" takes no final_obs: there the step after an ending brings the '
                 'final observation. An environment that gives it with the ending itself is autoreset="same_step" '
                 '(or "disabled"); make the buffer with that.'
             )
-
-    def _check_names(self, columns: Mapping[str, Any]) -> None:
-        """Raise KeyError unless there is one final observation for each observation field."""
-        check_names(*({f"final_{name}": None for name in names} for names in (columns, self._observations)))
-
-    def reads_final(self, terminated: Any, truncated: Any) -> Any:
-        """Mask of the steps whose final observation will be read, given their flags."""
-        return truncated & ~terminated if not self._reads_all else truncated | terminated
+        return fields, finals
 
     def steps(self, name: str, raw: Any, field: Field, steps: int | None) -> Any:
         """The value as `[T, E, *shape]` of the field's dtype: an array, read piece by piece, or a tensor."""
@@ -99,55 +76,121 @@ class StepInput:
         value = validation.as_tensor(name, value, self._device)
         return value if value.dtype == field.dtype else validation.cast(name, value, field.dtype)
 
-    def many_finals(self, finals: Any, read: np.ndarray) -> GivenFinals | None:
-        """The final observations that will be read, where `read`, (T, E) bool, says so; None where none are kept."""
-        self._refuse_unread()
-        observations, count = self._observations, len(read)
-        by_step = isinstance(finals, (list, tuple)) or (isinstance(finals, np.ndarray) and finals.dtype == object)
-        if not by_step:
-            finals = validation.final_columns(finals, observations, count)
-            self._check_names(finals)
-        if not self._shape.finals:
+    def _reads_final(self, terminated: Any, truncated: Any) -> Any:
+        """Mask of the steps whose final observation will be read, given their flags: with hindsight of all endings."""
+        return truncated & ~terminated if self._settings.relabel is None else truncated | terminated
+
+    def finals(self, given: dict[str, Any], terminated: Any, truncated: Any) -> dict[str, Any] | None:
+        """The final observations of a step as `[E, *shape]` of each observation field, or None where none are kept.
+
+        given: by `split`.
+        """
+        columns = self._by_field(given)
+        if not self._settings.final_capacity:
             return None
-        if not by_step:
-            return self._final_columns(finals, read)
-        if len(finals) != count:
-            raise ValueError(f"'final_obs' needs {count} steps; found {len(finals)}.")
-        steps = [step for step in np.flatnonzero(read.any(axis=1)).tolist() if finals[step] is not None]
-        rows = {}
-        for name in observations:
-            field = self._fields[name]
-            rows[name] = torch.zeros((len(steps) * self._num_envs, *field.shape), dtype=field.dtype, device="cpu")
-        place = np.full(count, -1)
-        place[steps] = np.arange(len(steps))
-        for number, step in enumerate(steps):
-            columns = validation.final_columns(finals[step], observations, self._num_envs)
-            self._check_names(columns)
-            part = slice(number * self._num_envs, (number + 1) * self._num_envs)
-            for name, value in columns.items():
-                rows[name][part] = self._final_rows(name, value, read[step])
-        return GivenFinals(rows, place)
-
-    def _final_columns(self, columns: dict[str, Any], read: np.ndarray) -> GivenFinals:
-        """Of whole columns `[T, E, *shape]`, or object arrays [T, E], the steps in which some are read."""
-        count, steps = len(read), np.flatnonzero(read.any(axis=1))
-        place = np.full(count, -1)
-        place[steps] = np.arange(len(steps))
-        rows = {}
+        # the rows that will be read, where the device need not be asked for them
+        known = isinstance(terminated, np.ndarray) or (terminated.is_cpu and truncated.is_cpu)
+        read = np.asarray(self._reads_final(terminated, truncated)) if known else None
+        rows: dict[str, Any] = {}
         for name, value in columns.items():
-            if isinstance(value, DICTIONARIES):
-                raise TypeError(f"'final_{name}' must be an array of {count} steps; found a dictionary.")
-            column = value if isinstance(value, (Tensor, np.ndarray)) else np.asarray(value, dtype=object)
-            shape = (count, self._num_envs, *self._fields[name].shape)
-            if tuple(column.shape) != shape[: 2 if column.dtype == object else None]:
-                raise ValueError(f"'final_{name}' needs shape {list(shape)}; found {list(column.shape)}.")
-            some = column[steps] if isinstance(column, np.ndarray) else column[torch.from_numpy(steps)]
-            flat = some.reshape(-1, *some.shape[2:])
-            rows[name] = self._final_rows(name, flat, read[steps].reshape(-1))
+            asked, field = f"final_{name}", self._fields[name]
+            rows[name] = self._final_rows(asked, value, field, len(terminated), read)
+            if self._on_host:
+                rows[name] = validation.numpy_view(asked, rows[name])
+        return rows
+
+    def many_finals(self, given: dict[str, Any], terminated: np.ndarray, truncated: np.ndarray) -> GivenFinals | None:
+        """The final observations of (T, E) steps, or None where none are kept.
+
+        given: by `split`: what `finals` takes, with T before it.
+        """
+        read = self._reads_final(terminated, truncated)
+        steps = np.flatnonzero(read.any(axis=1)).tolist()
+        columns = given if given.keys() == {"obs"} and self._by_row(given["obs"]) else self._by_field(given)
+        entries = columns.get("obs")
+        if isinstance(entries, (list, tuple)):
+            if len(entries) != len(read):
+                raise ValueError(f"'final_obs' needs {len(read)} steps; found {len(entries)}.")
+            steps = [step for step in steps if entries[step] is not None]
+            parts = [({"obs": entries[step]}, [step]) for step in steps]
+        else:
+            flat: dict[str, Any] = {}
+            for name, value in columns.items():
+                column = value if isinstance(value, (Tensor, np.ndarray)) else np.asarray(value, dtype=object)
+                shape = (*read.shape, *(() if column.dtype == object else self._fields[name].shape))
+                if tuple(column.shape) != shape:
+                    raise ValueError(f"'final_{name}' needs shape {list(shape)}; found {list(column.shape)}.")
+                flat[name] = column[steps].reshape(-1, *shape[2:])
+            parts = [(flat, steps)]
+        if not steps or not self._settings.final_capacity:
+            return None
+        found = [self.finals(part, terminated[some].ravel(), truncated[some].ravel()) or {} for part, some in parts]
+        place = np.full(len(read), -1)
+        place[steps] = np.arange(len(steps))
+        # on the CPU: there may be more than fit the device
+        rows = {name: torch.cat([torch.as_tensor(each[name]).cpu() for each in found]) for name in found[0]}
         return GivenFinals(rows, place)
 
-    def _final_rows(self, name: str, value: Any, read: np.ndarray) -> Tensor:
-        """Rows of one observation field, of the field's dtype, on the CPU or the buffer's device."""
-        asked, field = f"final_{name}", self._fields[name]
-        rows = validation.as_final(asked, value, field, len(read), torch.from_numpy(read), self._device)
-        return validation.materialized(rows)
+    def _by_row(self, value: Any) -> bool:
+        """Whether final observations come as a list or object array, neither as one array nor by field."""
+        if isinstance(value, np.ndarray):
+            return value.dtype == object
+        # the observation of a Tuple space is a tuple too
+        return isinstance(value, list) or (isinstance(value, tuple) and not has_items("obs", self._observations))
+
+    def _by_field(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Final observations of a step by their field: arrays, or lists with None where nothing ended.
+
+        Raises TypeError or KeyError unless there is one for each observation field.
+        """
+        names = self._observations
+        if given.keys() == {"obs"} and names != ["obs"]:
+            rows = given["obs"]
+            if self._by_row(rows):
+                parts = [{} if row is None else flattened({"obs": row}, names) for row in rows]
+                for env, part in enumerate(parts):
+                    if part.keys() != set(names) and rows[env] is not None:
+                        raise KeyError(
+                            f"'final_obs' of environment {env} must hold {', '.join(map(repr, names))}; found "
+                            f"{', '.join(map(repr, part))}."
+                        )
+                return {name: [part.get(name) for part in parts] for name in names}
+            if not isinstance(rows, (*DICTIONARIES, tuple)):
+                raise TypeError(
+                    f"'final_obs' of {len(names)} observation fields must be a dictionary of them, or one for each "
+                    f"environment; found {type(rows).__name__}."
+                )
+        columns = flattened(given, names)
+        # Gymnasium puts a mask `_NAME` of the environments beside each NAME
+        named = [name for name in columns if name in names or not name.rpartition(".")[2].startswith("_")]
+        check_names(dict.fromkeys(f"final_{name}" for name in named), dict.fromkeys(f"final_{name}" for name in names))
+        return {name: columns[name] for name in names}
+
+    def _final_rows(self, name: str, value: Any, field: Field, rows: int, read: np.ndarray | None) -> Tensor:
+        """Final observations of one field as `[rows, *shape]` of its dtype; those that are not read may be anything.
+
+        read: (rows,) bool, or None where only the device knows.
+        """
+        by_row, shape = self._by_row(value), (rows, *field.shape)
+        if by_row and len(value) != rows:
+            raise ValueError(f"{name!r} needs {rows} rows, one for each environment; found {len(value)}.")
+        if not by_row:
+            value = validation.as_tensor(name, value, self._device)
+            if tuple(value.shape) != shape:
+                raise ValueError(f"{name!r} needs shape {list(shape)}; found {list(value.shape)}.")
+            if value.dtype == field.dtype:
+                return value
+            if read is None or not value.is_cpu:
+                return validation.cast(name, value, field.dtype)
+        result = torch.zeros(shape, dtype=field.dtype, device="cpu")
+        if not by_row:
+            result[read] = validation.cast(name, value[read], field.dtype)
+            return result
+        for row in range(rows) if read is None else np.flatnonzero(read).tolist():
+            if value[row] is not None:
+                one = validation.as_tensor(name, value[row], self._device)[None]
+                result[row] = validation.as_field(name, one, field, None, self._device, on_host=False)[0]
+            elif read is not None:
+                env = row % self._num_envs
+                raise ValueError(f"{name!r} has None for environment {env}, whose episode ended in this step.")
+        return result

@@ -1,4 +1,4 @@
-"""Converts fields and samplers to JSON values and back, for the settings in a checkpoint."""
+"""Converts the arguments of a buffer's constructor to JSON values and back, for the settings in a checkpoint."""
 
 from __future__ import annotations
 
@@ -72,3 +72,21 @@ def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
         if here.get(name) != there.get(name):
             return f"{name} is {here.get(name)!r} here and {there.get(name)!r} there"
     return None
+
+
+def config_of(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The class of a buffer and its constructor's arguments as JSON values."""
+    fields = {name: describe_field(field) for name, field in arguments["fields"].items()}
+    config = {"kind": kind, **arguments, "fields": fields, "sampler": describe_sampler(arguments["sampler"])}
+    if arguments.get("relabel") is not None:
+        config["relabel"] = arguments["relabel"].describe()
+    return config
+
+
+def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The constructor's arguments from a config; `relabel`, whose functions are not saved, as it is described."""
+    arguments = {name: value for name, value in config.items() if name != "kind"}
+    fields = {name: field_from(described) for name, described in config["fields"].items()}
+    if arguments.get("relabel") is not None:
+        arguments["relabel"] = dict(arguments["relabel"])
+    return {**arguments, "fields": fields, "sampler": sampler_from(config["sampler"])}

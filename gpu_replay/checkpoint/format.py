@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -144,17 +144,10 @@ class Checkpoint:
         """The names of its shards in the folder."""
         return tuple(shard.file for shard in self._manifest.shards)
 
-    def read(self, name: str, device: str | torch.device = "cpu") -> Tensor:
-        """A new tensor with the stored contents."""
-        return self._new([name], device)[name]
-
     def read_all(self) -> dict[str, Tensor]:
         """New tensors with everything that is stored, by name, in host memory."""
-        return self._new(self.tensor_names, "cpu")
-
-    def _new(self, names: Iterable[str], device: str | torch.device) -> dict[str, Tensor]:
-        shapes = {name: self.shape_of(name) for name in names}
-        out = {name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in shapes.items()}
+        shapes = {name: self.shape_of(name) for name in self.tensor_names}
+        out = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, (dtype, shape) in shapes.items()}
         self.fill(out)
         return out
 

@@ -7,7 +7,7 @@ number `added - 1`, with `added` of all ranks: where they had added as many each
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from os import PathLike
 from typing import NamedTuple
 
@@ -39,12 +39,14 @@ def name_of(rank: int, name: str) -> str:
 
 
 class JointCheckpoint:
-    """An opened checkpoint of R ranks, or of a ReplayBuffer, which is as that of one rank.
+    """An opened checkpoint of R ranks, or of another buffer, which is as that of one rank.
+
+    kinds: the classes whose checkpoints are taken; None takes them all.
 
     Raises CheckpointError for a damaged one, or one of another kind.
     """
 
-    def __init__(self, path: str | PathLike[str]) -> None:
+    def __init__(self, path: str | PathLike[str], kinds: Collection[str] | None = (KIND, SINGLE)) -> None:
         self.path = path
         self.checkpoint = read_checkpoint(path)
         manifest = self.checkpoint.manifest
@@ -52,17 +54,16 @@ class JointCheckpoint:
             version, self.config = manifest["version"], dict(manifest["settings"])
             self.seed = check_int("seed", manifest["seed"])
             kind, counters = self.config["kind"], manifest["counters"]
-            self.single = kind == SINGLE
-            if kind in (KIND, SINGLE):
-                self.ranks = 1 if self.single else check_int("ranks", self.config["ranks"], 1)
-                self.capacity = check_int("capacity", self.config["capacity"], self.ranks)
-                self.saved = [checked_counters(each) for each in ([counters] if self.single else counters)]
-                if len(self.saved) != self.ranks:
-                    raise ValueError(f"it has counters of {len(self.saved)} ranks, and was saved by {self.ranks}")
+            self.single = kind != KIND
+            self.ranks = 1 if self.single else check_int("ranks", self.config["ranks"], 1)
+            self.capacity = check_int("capacity", self.config["capacity"], self.ranks)
+            self.saved = [checked_counters(each) for each in ([counters] if self.single else counters)]
+            if len(self.saved) != self.ranks:
+                raise ValueError(f"it has counters of {len(self.saved)} ranks, and was saved by {self.ranks}")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"{path}: the manifest is not of a replay buffer: {error}") from error
         check_version(f"{path} has state version", version, VERSION)
-        if kind not in (KIND, SINGLE):
+        if kinds is not None and kind not in kinds:
             raise CheckpointError(f"{path} holds a {kind}; load it with {kind}.load.")
 
     def tensor_name(self, rank: int, name: str) -> str:

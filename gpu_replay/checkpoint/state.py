@@ -6,7 +6,7 @@ The sums of the mass tree are not part of it; they follow from the masses, whate
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -72,8 +72,8 @@ def _manifest(buffer: BufferState) -> dict[str, Any]:
     return {"version": VERSION, "settings": buffer.config, "seed": buffer.seed, "counters": buffer.lasting()}
 
 
-def restore(buffer: BufferState, state: Mapping[str, Any], changing: AbstractContextManager[None]) -> None:
-    """Take over a snapshot; everything is checked before anything is changed, within `changing`."""
+def checked_state(buffer: BufferState, state: Mapping[str, Any]) -> Callable[[], None]:
+    """Check a snapshot as a whole; returns the function that makes it the state of the buffer."""
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict needs what state_dict() returned; found {type(state).__name__}.")
     missing = [name for name in ("version", "settings", "seed", "counters", "tensors") if name not in state]
@@ -107,11 +107,14 @@ def restore(buffer: BufferState, state: Mapping[str, Any], changing: AbstractCon
                 f"found {tensors[name].dtype} {list(tensors[name].shape)}."
             )
     buffer.check(counters, {name: tensors[name] for name in views})
-    with changing:
+
+    def take_over() -> None:
         for name, view in views.items():
             # else the ring would take part in the graph of a tensor that requires gradients
             view.copy_(tensors[name].detach())
         buffer.finish(counters, seed)
+
+    return take_over
 
 
 def save(buffer: BufferState, path: str | PathLike[str]) -> None:

@@ -48,7 +48,7 @@ class TrajectoryDeviceEngine:
     The buffer has checked all arguments and holds the lock.
     """
 
-    def __init__(self, storage: TrajectoryStorage, draws: DeviceSampler, relabel: Hindsight | None) -> None:
+    def __init__(self, storage: TrajectoryStorage, draws: DeviceSampler) -> None:
         self.draws = draws
         self._storage = storage
         self._shape = storage.streams.shape
@@ -77,7 +77,7 @@ class TrajectoryDeviceEngine:
         self._windows = plans(lambda batch: plan_gather_windows(storage, batch, powers, counters, shifted=False))
         # single steps, by their number
         self._rows = plans(lambda rows: plan_gather(stores, fields, rows, counters))
-        shifted, num_envs = storage.random_shift > 0, self._shape.num_envs
+        shifted, relabel, num_envs = storage.random_shift > 0, storage.relabel, self._shape.num_envs
 
         def make_sample(batch: int, scheduled: bool) -> Sample:
             if relabel is not None and (count := relabel.count(batch)):

@@ -38,9 +38,9 @@ class TrajectoryHostEngine:
     The buffer has checked all arguments and holds the lock.
     """
 
-    def __init__(self, storage: TrajectoryStorage, draws: HostSampler, relabel: Hindsight | None) -> None:
+    def __init__(self, storage: TrajectoryStorage, draws: HostSampler) -> None:
         self.draws = draws
-        self._relabel = relabel
+        self._relabel = storage.relabel
         self.count_at_least = draws.count_at_least
         state, self._streams = draws.state, storage.streams
         self._shape = shape = storage.streams.shape

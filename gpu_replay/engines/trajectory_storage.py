@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from gpu_replay.engines.placement import MakeMemory
-from gpu_replay.engines.saved_state import StateLayout
 from gpu_replay.engines.storage import Storage, check_capacity, estimate
 from gpu_replay.fields import Field, check_fields
-from gpu_replay.graphs.custom_ops import STEPS, Output
+from gpu_replay.graphs.custom_ops import STEPS, BatchKind, batch_kind
+from gpu_replay.hindsight import Hindsight, check_relabel
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.eligibility import Streams, StreamShape, stream_bytes
 from gpu_replay.ops.frames import window_outputs
 from gpu_replay.ops.mass_tree import tree_bytes
-from gpu_replay.samplers import Sampler, check_sampler
-from gpu_replay.validation import check_choice, check_int
+from gpu_replay.samplers import Sampler
+from gpu_replay.validation import check_choice, check_float, check_int
 
 REWARD = Field((), torch.float32)
 Autoreset = Literal["next_step", "same_step", "disabled"]
 Padding = Literal["reset", "zero"]
 
-_OWN = ("reward", "terminated", "truncated", "discount", "next_obs", "final_obs", "mask")
+_RESERVED_NAMES = ("reward", "terminated", "truncated", "discount", "next_obs", "final_obs", "mask")
 # most frames of a stack and steps of a window: memory for each of them is not counted
 _MOST_FRAMES, _MOST_STEPS = 2**16, 2**24
 # bytes that may go to final observations in any case, and bytes per step of a long ring
@@ -37,61 +39,87 @@ def observation_names(fields: Mapping[str, Field]) -> tuple[str, ...]:
     return tuple(name for name in fields if name == "obs" or name.startswith("obs."))
 
 
-def stream_shape(
-    capacity: object,
-    num_envs: object,
-    fields: Mapping[str, Field],
-    stack: object,
-    n_step: object,
-    autoreset: object,
-    final_capacity: object,
-    *,
-    hindsight: bool = False,
-) -> StreamShape:
-    """The shape of a ring with these settings, or TypeError / ValueError.
+@dataclass(frozen=True)
+class StreamSettings:
+    """Arguments of a trajectory buffer's constructor, beside the fields, the sampler, the seed and the places.
 
-    final_capacity: None for one final observation per slot where they are small or few, else fewer, one per
-                    environment at least: of frames of 84x84 bytes 445, and 4.5 per 1,000 steps of a ring of more than
-                    98,000.
+    A checkpoint's config, the shape of the ring, and copies of a buffer follow from these; `str` shows those with
+    `repr`.
     """
-    asked, envs = check_capacity(capacity), check_int("num_envs", num_envs, 1)
-    if asked < envs:
-        raise ValueError(f"capacity {asked} does not hold one step of num_envs={envs} environments. Raise it.")
-    steps = asked // envs
-    slots = steps * envs
-    row = sum(fields[name].row_bytes for name in observation_names(fields))
-    finals = min(slots, max(envs, max(_FINALS_AT_LEAST, slots * _FINALS_PER_STEP) // row))
-    if final_capacity is not None:
-        finals = min(check_int("final_capacity", final_capacity, 0), slots)
-    next_step = check_choice("autoreset", autoreset, get_args(Autoreset)) == "next_step"
-    kept_finals = 0 if next_step else finals
-    frames, window = check_int("stack", stack, 1, _MOST_FRAMES), check_int("n_step", n_step, 1, _MOST_STEPS)
-    for name, length in (("stack", frames), ("n_step", window)):
-        if length > steps:
+
+    capacity: int = field(repr=False)
+    num_envs: int
+    stack: int = 1
+    n_step: int = 1
+    gamma: float = 0.99
+    autoreset: Autoreset = "next_step"
+    padding: Padding = field(default="reset", repr=False)
+    random_shift: int = field(default=0, repr=False)
+    final_capacity: int | None = field(default=None, repr=False)
+    relabel: Hindsight | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in dataclass_fields(self) if each.repr)
+
+    @property
+    def shape(self) -> StreamShape:
+        """The shape of the ring of checked settings."""
+        steps, next_step = self.capacity // self.num_envs, self.autoreset == "next_step"
+        finals, hindsight = self.final_capacity or 0, self.relabel is not None
+        return StreamShape(self.num_envs, steps, self.stack, self.n_step, next_step, finals, hindsight)
+
+    def checked(self, fields: Mapping[str, Field]) -> StreamSettings:
+        """These settings for a ring of these fields, with the capacities that it will have, or TypeError / ValueError.
+
+        final_capacity: None for one final observation per slot where they are small or few, else fewer, one per
+                        environment at least. For 84x84 frames: 445, or 4.5 per 1,000 steps in rings above 98,000.
+        """
+        asked, envs = check_capacity(self.capacity), check_int("num_envs", self.num_envs, 1)
+        if asked < envs:
+            raise ValueError(f"capacity {asked} does not hold one step of num_envs={envs} environments. Raise it.")
+        steps = asked // envs
+        slots, observations = steps * envs, [fields[name] for name in observation_names(fields)]
+        row = sum(each.row_bytes for each in observations)
+        finals = min(slots, max(envs, max(_FINALS_AT_LEAST, slots * _FINALS_PER_STEP) // row))
+        if self.final_capacity is not None:
+            finals = min(check_int("final_capacity", self.final_capacity, 0), slots)
+        if check_choice("autoreset", self.autoreset, get_args(Autoreset)) == "next_step":
+            finals = 0
+        check_choice("padding", self.padding, get_args(Padding))
+        shift = check_int("random_shift", self.random_shift, 0)
+        if shift and all(len(each.shape) < 2 for each in observations):
             raise ValueError(
-                f"{name}={length} is longer than the ring: capacity {asked} holds {steps} steps of each of the {envs} "
-                f"environments. Raise the capacity to at least {length * envs}, or lower {name}."
+                f"random_shift={shift} moves pictures (height, width); no observation field has two dimensions."
             )
-    return StreamShape(envs, steps, frames, window, next_step, kept_finals, hindsight)
-
-
-def stream_layout(
-    *, fields: Mapping[str, Field], sampler: Sampler, relabel: object = None, **settings: Any
-) -> StateLayout:
-    """The settings that determine the state of a trajectory buffer made with these arguments."""
-    names = ("capacity", "num_envs", "stack", "n_step", "autoreset", "final_capacity")
-    arguments = {name: settings[name] for name in names}
-    shape = stream_shape(fields=check_stream_fields(fields), hindsight=relabel is not None, **arguments)
-    return StateLayout(shape.slots, check_sampler(sampler), shape)
+        frames = check_int("stack", self.stack, 1, _MOST_FRAMES)
+        window = check_int("n_step", self.n_step, 1, _MOST_STEPS)
+        for name, length in (("stack", frames), ("n_step", window)):
+            if length > steps:
+                raise ValueError(
+                    f"{name}={length} is longer than the ring: capacity {asked} holds {steps} steps of each of the "
+                    f"{envs} environments. Raise the capacity to at least {length * envs}, or lower {name}."
+                )
+        check_relabel(self.relabel, fields, window, shift)
+        return replace(
+            self,
+            capacity=slots,
+            num_envs=envs,
+            stack=frames,
+            n_step=window,
+            gamma=check_float("gamma", self.gamma, high=1.0),
+            random_shift=shift,
+            final_capacity=finals,
+        )
 
 
 def check_stream_fields(fields: object) -> dict[str, Field]:
     """The fields of one step as a dict of their own, or an error that says which one is wrong."""
     checked = check_fields(fields)
     for name in checked:
-        if name in _OWN or name.startswith(("next_obs.", "final_obs.")):
+        if name in _RESERVED_NAMES or name.startswith(("next_obs.", "final_obs.")):
             raise ValueError(
-                f"field name {name!r} is reserved in a trajectory buffer ({', '.join(_OWN)}): it makes these itself."
+                f"field name {name!r} is reserved in a trajectory buffer ({', '.join(_RESERVED_NAMES)}): it makes "
+                "these itself."
             )
     observations = observation_names(checked)
     if not observations:
@@ -123,17 +151,16 @@ def stream_sizes(
 ) -> dict[str, int]:
     """Bytes that a trajectory buffer would take, by name; raises as the buffer itself does."""
     checked = check_stream_fields(fields)
-    shape = stream_shape(capacity, num_envs, checked, 1, 1, autoreset, None)
-    return trajectory_estimate(shape, checked, sampler, backend)
+    settings = StreamSettings(capacity, num_envs, autoreset=autoreset).checked(checked)
+    return trajectory_estimate(settings.shape, checked, sampler, backend)
 
 
-def stream_outputs(fields: Mapping[str, Field], stack: int, *, sequences: bool = False) -> Mapping[str, Output]:
-    """The tensors of a batch of windows, or of sequences, besides those of every draw, in order."""
-    outputs = window_outputs(fields, observation_names(fields), stack)
-    if not sequences:
-        return outputs
-    outputs["mask"] = torch.bool, ()
-    return {name: (dtype, (STEPS, *shape)) for name, (dtype, shape) in outputs.items()}
+def stream_batch(fields: Mapping[str, Field], stack: int, *, sequences: bool = False) -> BatchKind:
+    """The tensors of a batch of windows, or of sequences."""
+    outputs, steps = window_outputs(fields, observation_names(fields), stack), (STEPS,) if sequences else ()
+    if sequences:
+        outputs["mask"] = torch.bool, ()
+    return batch_kind({name: (dtype, (*steps, *shape)) for name, (dtype, shape) in outputs.items()})
 
 
 class TrajectoryStorage(Storage):
@@ -144,23 +171,15 @@ class TrajectoryStorage(Storage):
     """
 
     def __init__(
-        self,
-        shape: StreamShape,
-        fields: dict[str, Field],
-        device: torch.device,
-        *,
-        gamma: float,
-        padding: Padding,
-        random_shift: int,
-        memory: MakeMemory | None = None,
+        self, settings: StreamSettings, fields: dict[str, Field], device: torch.device, memory: MakeMemory | None = None
     ) -> None:
+        shape = settings.shape
         # rewards of whole windows are read for each start: they stay with the flags
         super().__init__(shape.slots, {**fields, "reward": REWARD}, device, memory=memory, on_device=("reward",))
         # windows are summed up to their full length and masked: memory never written must hold numbers
         self.tensors["reward"].zero_()
-        self.gamma = gamma
-        self.padding = padding
-        self.random_shift = random_shift
+        self.gamma, self.padding, self.random_shift = settings.gamma, settings.padding, settings.random_shift
+        self.relabel = settings.relabel
         self.observations = observation_names(fields)
         self.streams = Streams(shape, device)
         self.finals: dict[str, Tensor] = {}

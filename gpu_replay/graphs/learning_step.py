@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from gpu_replay import validation
 from gpu_replay.batch import Batch
 from gpu_replay.graphs.cuda_graph import CaptureError, CudaGraphCall, map_tensors
 from gpu_replay.graphs.stream_order import Recorded
 
 # takes a Batch, or nothing where none is drawn
 Learn = Callable[..., Any]
+
+
+class CapturedBuffer(Protocol):
+    """The calls of a buffer that a step makes."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def sample(self, batch_size: int, *, beta: float | None = None) -> Batch: ...
+
+    def update_priorities(self, keys: Any, priorities: Any) -> None: ...
+
+    # counts the rows that captured calls add
+    def _recording(self, batch: int | None) -> AbstractContextManager[Recorded]: ...
+
+    # orders one replay among the buffer's calls
+    def _replaying(self, batch: int | None, recorded: Recorded) -> AbstractContextManager[None]: ...
 
 
 class LearningStep:
@@ -25,31 +43,23 @@ class LearningStep:
 
     def __init__(
         self,
+        buffer: CapturedBuffer,
         learn: Learn,
         batch_size: int | None,
-        device: torch.device,
+        beta: float | None,
         warm_ups: int,
-        *,
-        generators: Sequence[torch.Generator] = (),
-        sample: Callable[[], Batch | None],
-        update: Callable[[Tensor, Tensor], None],
-        recording: Callable[[], AbstractContextManager[Recorded]],
-        replaying: Callable[[Recorded], AbstractContextManager[None]],
+        generators: Iterable[torch.Generator],
     ) -> None:
-        """Keep arguments that the buffer has checked.
-
-        generators:     other generators than torch's own from which `learn` draws.
-        sample, update: the buffer's calls; where `sample` gives None, the step calls `learn` alone.
-        recording:      a context that counts the rows added by calls captured in it.
-        replaying:      a context that orders one replay among the buffer's calls.
-        """
-        self._learn = learn
-        self._batch_size = batch_size
-        self._device = device
-        self._sample, self._update = sample, update
-        self._recording, self._replaying = recording, replaying
+        """Check the arguments of `capture`. Raises TypeError or ValueError for invalid ones."""
+        self._buffer, self._learn = buffer, learn
+        self._batch_size = None if batch_size is None else validation.check_batch_size(batch_size)
+        self._beta = validation.check_beta(beta)
+        if not callable(learn):
+            raise TypeError(f"capture needs a function that learns from a batch; found {type(learn).__name__}.")
+        count = validation.check_int("warm_ups", warm_ups, 1)
+        checked = validation.check_generators(generators, buffer.device)
         self._recorded = Recorded()
-        self._graphed = CudaGraphCall(self._once, device, warm_ups=warm_ups, generators=generators)
+        self._graphed = CudaGraphCall(self._once, buffer.device, warm_ups=count, generators=checked)
 
     @property
     def captured(self) -> bool:
@@ -73,11 +83,11 @@ class LearningStep:
             return graphed()
         if not graphed.captured:
             self._capture()
-        with self._replaying(self._recorded):
+        with self._buffer._replaying(self._batch_size, self._recorded):
             return graphed.replay()
 
     def _capture(self) -> None:
-        with self._recording() as recorded:
+        with self._buffer._recording(self._batch_size) as recorded:
             try:
                 self._graphed.capture()
             except CaptureError as error:
@@ -91,15 +101,15 @@ class LearningStep:
 
     def _once(self) -> Any:
         """One step, run eagerly or captured."""
-        batch = self._sample()
-        if batch is None:
+        if self._batch_size is None:
             return self._detached(self._learn())
+        batch = self._buffer.sample(self._batch_size, beta=self._beta)
         returned = self._learn(batch)
         priorities, output = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         self._check(priorities)
         output = self._detached(output)
         if priorities is not None:
-            self._update(batch.key, priorities)
+            self._buffer.update_priorities(batch.key, priorities)
         return output
 
     @staticmethod
@@ -116,7 +126,7 @@ class LearningStep:
     def _check(self, priorities: object) -> None:
         if priorities is None:
             return
-        device, shape = self._device, (self._batch_size,)
+        device, shape = self._buffer.device, (self._batch_size,)
         expected = (
             f"learn must return priorities, a tensor of shape {list(shape)} on {device}, or None, or a tuple "
             "(priorities, output); found "

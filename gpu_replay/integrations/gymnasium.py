@@ -19,7 +19,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from torch.utils._pytree import tree_map
 
 from gpu_replay import ReplayBuffer, TrajectoryReplayBuffer
-from gpu_replay.fields import vector_settings
+from gpu_replay.spaces import vector_settings
 
 
 @dataclass

@@ -18,8 +18,8 @@ from minari.data_collector import EpisodeBuffer
 from torch.utils._pytree import tree_map
 
 from gpu_replay import TrajectoryReplayBuffer
-from gpu_replay.fields import step_fields
 from gpu_replay.ops.eligibility import Flag
+from gpu_replay.spaces import step_fields
 
 
 def from_minari(dataset: MinariDataset | str, capacity: int | None = None, **settings: Any) -> TrajectoryReplayBuffer:

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gpu_replay import Batch, Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
-from gpu_replay.fields import step_fields
 from gpu_replay.samplers import Sampler
+from gpu_replay.spaces import step_fields
 
 
 class SB3ReplayBuffer(PlainReplayBuffer):

@@ -48,8 +48,8 @@ class HostWindows:
         self._ring = flags, depth, final, rewards, powers, shape.num_envs, shape.next_step, zero
 
     def at(self, steps: np.ndarray, left: np.ndarray = _WHOLE) -> Windows:
-        """The windows of (B,) eligible starts, or of stored steps from each of which on `left` are stored: these windows
-        may be incomplete.
+        """The windows of (B,) eligible starts, or of stored steps from each of which on `left` are stored: these
+        windows may be incomplete.
         """
         windows = Windows.empty(steps.size, self._stack)
         self._windows(steps, left, *self._ring, *windows)

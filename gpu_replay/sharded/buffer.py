@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gpu_replay import validation
 from gpu_replay.base.refusals import class_only
-from gpu_replay.base.state import config_of
 from gpu_replay.batch import Batch
+from gpu_replay.checkpoint.config import config_of
 from gpu_replay.checkpoint.joint import KIND, JointCheckpoint
 from gpu_replay.engines.placement import StoragePath, check_placement
 from gpu_replay.engines.storage import UNIFORM, check_capacity
@@ -121,8 +121,8 @@ class ShardedReplayBuffer:
             self._group.agree(MAKING, made)
 
     def _config(self, capacity: int) -> dict[str, Any]:
-        settings = config_of(KIND, capacity, self._fields, self._sampler)
-        return {**settings, "mode": self._mode, "ranks": self._group.size}
+        arguments = {"capacity": capacity, "fields": self._fields, "sampler": self._sampler, "mode": self._mode}
+        return config_of(KIND, {**arguments, "ranks": self._group.size})
 
     # attributes
 

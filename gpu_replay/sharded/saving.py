@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpu_replay.base.state import arguments_of
+from gpu_replay.checkpoint.config import arguments_of
 from gpu_replay.checkpoint.format import SHARD_BYTES, write_shards, writing
 from gpu_replay.checkpoint.joint import JoinedSaved, JointCheckpoint, Share, name_of
 from gpu_replay.checkpoint.manifest import described, shards_from, write_manifest

@@ -130,7 +130,7 @@ def test_final_observations_come_in_every_form(form: str, device: str, tmp_path:
     np.save(tmp_path / "action.npy", many["action"])
     many["action"] = np.load(tmp_path / "action.npy", mmap_mode="r")
     of_steps = {"final_obs": table if form == "objects" else [each.get("final_obs") for each in given]}
-    extended.extend(**many, **(stacked(given) if form in ("dict", "dotted", "masked") else of_steps))
+    extended.extend(**many, **(of_steps if form in ("objects", "list") else stacked(given)))
     assert buffer.stats().eligible == 10
     batch = buffer.sample(10)
     for other in (twin, extended):
@@ -151,4 +151,31 @@ def test_final_observations_that_do_not_fit_are_refused(device: str) -> None:
     ):
         with pytest.raises(error, match=message):
             buffer.add(obs=observed(0), **step, final_obs=given)
+    rows, arm = rows_of(final, [True] * 2), {"final_obs.robot.arm": final["robot"]["arm"]}
+    many = stacked([{"obs": observed(0), **{name: np.array(value) for name, value in step.items()}}])
+    for call in (
+        lambda: buffer.add(obs=observed(0), **step, final_obs=rows, **arm),
+        lambda: buffer.extend(**many, final_obs=[rows], **{name: value[None] for name, value in arm.items()}),
+    ):
+        with pytest.raises(KeyError, match="unknown 'final_obs'"):
+            call()
     assert buffer.added == 0
+
+
+def test_final_observations_of_a_tuple_space_come_in_tuples(device: str) -> None:
+    fields = {"obs": {"item_0": NUMBER, "item_1": Field((2,), torch.uint8)}, "action": NUMBER}
+    settings: dict[str, Any] = {"autoreset": "same_step", "sampler": Latest(), "device": device}
+    buffers = [TrajectoryReplayBuffer(20, 2, fields, **settings) for _ in range(3)]
+    obs, final = [(np.arange(6).reshape(3, 2) + more, np.full((3, 2, 2), more, np.uint8)) for more in (0, 100)]
+    many: dict[str, Any] = {"action": np.zeros((3, 2), np.int64), "reward": np.zeros((3, 2))}
+    many |= {"terminated": np.zeros((3, 2), bool), "truncated": np.array([[False] * 2, [False, True], [True] * 2])}
+    for step in range(3):
+        given = {name: value[step] for name, value in many.items()}
+        obs_now, final_now = (tuple(part[step] for part in parts) for parts in (obs, final))
+        buffers[0].add(obs=obs_now, **given, final_obs=final_now)
+        buffers[1].add(obs=obs_now, **given, final_obs=objects(list(zip(*final_now, strict=True))))
+    buffers[2].extend(obs=obs, **many, final_obs=final)
+    batch = buffers[0].sample(6)
+    assert batch["next_obs.item_0"].tolist() == [2, 3, 4, 103, 104, 105]
+    for other in buffers[1:]:
+        same(batch, other.sample(6))

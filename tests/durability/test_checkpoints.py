@@ -49,7 +49,7 @@ def test_everything_comes_back_and_is_what_the_library_reads(tmp_path: Path, dev
         out = torch.zeros_like(tensor)
         checkpoint.fill({name: out})
         assert out.device == tensor.device
-        for found in (out, checkpoint.read(name), torch.cat(parts[name]) if tensor.dim() else parts[name][0]):
+        for found in (out, checkpoint.read_all()[name], torch.cat(parts[name]) if tensor.dim() else parts[name][0]):
             assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
             assert torch.equal(found.cpu(), tensor.cpu())
 
@@ -69,7 +69,7 @@ def test_pieces_keep_to_their_size_and_hold_each_row_once(tmp_path: Path) -> Non
         for name, tensor in tensors.items():
             count = sum(len(part) if part.dim() else 1 for parts in held for key, part in parts.items() if key == name)
             assert count == (len(tensor) if tensor.dim() else 1)
-            assert torch.equal(read_checkpoint(tmp_path / str(number)).read(name), tensor)
+            assert torch.equal(read_checkpoint(tmp_path / str(number)).read_all()[name], tensor)
 
 
 def test_a_link_is_followed_and_stays_a_link(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_neither_saving_nor_loading_takes_a_second_copy(tmp_path: Path) -> None:
 
     def more() -> int:
         write_checkpoint(tmp_path / "small", {}, {"t": torch.ones(1000)})
-        read_checkpoint(tmp_path / "small").read("t")
+        read_checkpoint(tmp_path / "small").read_all()
         tensor = torch.ones(192 << 20, dtype=torch.uint8).view(3, -1, 1 << 10).transpose(0, 1).contiguous()
         before = peak()
         write_checkpoint(tmp_path / "c", {}, {"t": tensor}, shard_bytes=100 << 20)
@@ -253,7 +253,7 @@ def test_a_tensor_that_shrank_to_pieces_that_are_kept_comes_back(tmp_path: Path)
     rows = numbers((30, 100), torch.uint8, 0)
     for count in (30, 15, 30):
         write_checkpoint(tmp_path / "c", {}, {"x": rows[:count]}, shard_bytes=1500)
-        assert torch.equal(read_checkpoint(tmp_path / "c").read("x"), rows[:count])
+        assert torch.equal(read_checkpoint(tmp_path / "c").read_all()["x"], rows[:count])
 
 
 def test_saves_and_samples_while_the_interpreter_ends(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_saves_and_samples_while_the_interpreter_ends(tmp_path: Path) -> None:
         def late():
             print(len(buffer.sample(64)))
             write_checkpoint({str(tmp_path / "c")!r}, {{}}, {{"x": torch.ones(30, 100)}}, shard_bytes=4000)
-            print(read_checkpoint({str(tmp_path / "c")!r}).read("x").sum().item())
+            print(read_checkpoint({str(tmp_path / "c")!r}).read_all()["x"].sum().item())
 
         atexit.register(late)
     """

@@ -56,7 +56,7 @@ def test_no_changed_byte_of_the_manifest_goes_unnoticed(tmp_path: Path, full: bo
         file.write_bytes(changed)
         try:
             checkpoint = read_checkpoint(tmp_path / "c")
-            unchanged = (checkpoint.manifest, checkpoint.read("t").tolist())
+            unchanged = (checkpoint.manifest, checkpoint.read_all()["t"].tolist())
         except CheckpointError:
             continue
         # blanks between the values may change: they say nothing
@@ -106,7 +106,7 @@ def test_reading_what_another_save_replaces_says_so(tmp_path: Path, monkeypatch:
     checkpoint = saved(tmp_path / "c")
     saved(tmp_path / "c", seed=9)
     with pytest.raises(CheckpointError, match="replaced by another save.* Open it again"):
-        checkpoint.read("obs")
+        checkpoint.read_all()
     seeds = iter((0, 0))
 
     def overtaken(folder: Path) -> Manifest:
@@ -118,4 +118,4 @@ def test_reading_what_another_save_replaces_says_so(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("gpu_replay.checkpoint.format.read_manifest", overtaken)
     with pytest.raises(CheckpointError, match="replaced by another save.* Open it again"):
         read_checkpoint(tmp_path / "c")
-    assert torch.equal(read_checkpoint(tmp_path / "c").read("obs"), example()["obs"])
+    assert torch.equal(read_checkpoint(tmp_path / "c").read_all()["obs"], example()["obs"])

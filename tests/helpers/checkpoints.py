@@ -90,8 +90,7 @@ def pieces_of(path: Path) -> list[Path]:
 
 
 def read_everything(path: Path) -> dict[str, Tensor]:
-    checkpoint = read_checkpoint(path)
-    return {name: checkpoint.read(name) for name in checkpoint.tensor_names}
+    return read_checkpoint(path).read_all()
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:

@@ -97,5 +97,5 @@ def check_equal(found: Any, expected: Any) -> None:
 def pinned_on_the_cpu() -> Iterator[None]:
     """Within it new buffers keep their fields in "pinned" memory although their device is the CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gpu_replay.base.buffer.check_placement", lambda device, *_: Placement(device, pinned=True))
+        patch.setattr("gpu_replay.base.state.check_placement", lambda device, *_: Placement(device, pinned=True))
         yield

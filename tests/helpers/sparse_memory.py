@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_replay.base import buffer as base_buffer
+from gpu_replay.base import state as base_state
 from gpu_replay.engines import storage
 
 # tensors from this size on, in bytes
@@ -109,7 +109,7 @@ def sparse(*, offset_bits: int = 64) -> Iterator[SparseMemory]:
         for name in ("empty", "zeros", "full"):
             patch.setattr(torch, name, _sparse_if_large(getattr(torch, name), memory))
         patch.setattr(storage, "allocate", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
-        patch.setattr(base_buffer, "check_room", lambda *_: None)
+        patch.setattr(base_state, "check_room", lambda *_: None)
         patch.setattr(Tensor, "fill_", lambda each, value: (memory.fill if _large(each) else fill)(each, value))
         patch.setattr(Tensor, "zero_", lambda each: each if _large(each) else zero(each))
         patch.setattr(interpreter.GridExecutor, "__call__", _chosen_programs(interpreter, memory))

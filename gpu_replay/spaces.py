@@ -1,0 +1,158 @@
+"""Fields and settings of buffers from Gymnasium's spaces and vector environments."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gpu_replay.fields import Field, check_fields, flattened
+
+if TYPE_CHECKING:
+    from gymnasium import Space
+    from gymnasium.vector import VectorEnv
+
+# unsigned numbers that torch cannot compute with are stored in the next wider signed dtype
+_WIDENED = {"uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64}
+# the values of Gymnasium's AutoresetMode
+_AUTORESET = {"NextStep": "next_step", "SameStep": "same_step", "Disabled": "disabled"}
+
+
+def autoreset_name(mode: Any) -> Any:
+    """The name of an autoreset mode in this package, given Gymnasium's AutoresetMode, its text, or that name itself."""
+    value = getattr(mode, "value", mode)
+    return _AUTORESET.get(value, value) if isinstance(value, str) else mode
+
+
+def classic_fields(
+    observation_space: Space[Any], action_space: Space[Any], dtypes: Any = None, extra: Any = None
+) -> dict[str, Field]:
+    """obs, action, reward, next_obs, terminated; composite spaces give one field per leaf, `obs.NAME`.
+
+    dtypes: of fields by their names, or of whole groups; that of `obs` is that of `next_obs` too.
+    extra:  further fields by name.
+    """
+    fields = _fields("obs", observation_space)
+    fields.update(_fields("action", action_space))
+    fields["reward"] = Field((), torch.float32)
+    fields.update(_fields("next_obs", observation_space))
+    fields["terminated"] = Field((), torch.bool)
+    return _with_extra(_stored_as(fields, dtypes), extra)
+
+
+def step_fields(
+    observation_space: Space[Any], action_space: Space[Any], dtypes: Any = None, extra: Any = None
+) -> dict[str, Field]:
+    """obs and action of one step of one environment, with `dtypes` and `extra` as in `classic_fields`."""
+    fields = {**_fields("obs", observation_space), **_fields("action", action_space)}
+    return _with_extra(_stored_as(fields, dtypes), extra)
+
+
+def vector_settings(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
+    """`num_envs`, the spaces of one environment, and `autoreset` where a vector environment says which it is.
+
+    Raises TypeError for anything but a vector environment of Gymnasium.
+    """
+    names = ("num_envs", "single_observation_space", "single_action_space")
+    if any(getattr(env, name, None) is None for name in names):
+        raise TypeError(
+            f"from_env needs a vector environment of Gymnasium; found {type(env).__name__}. Make one with "
+            "gymnasium.make_vec(...), or use from_spaces."
+        )
+    settings = {
+        "num_envs": env.num_envs,
+        "observation_space": env.single_observation_space,
+        "action_space": env.single_action_space,
+    }
+    mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
+    if mode is None:
+        return settings
+    if autoreset_name(mode) not in _AUTORESET.values():
+        raise ValueError(f"the environment's metadata has autoreset_mode={mode!r}; give autoreset=... yourself.")
+    # before gymnasium 1.4 vector environments of a class share their metadata, with the mode of the last one made
+    own = autoreset_name(getattr(getattr(env, "unwrapped", env), "autoreset_mode", mode))
+    return {**settings, "autoreset": own if own in _AUTORESET.values() else autoreset_name(mode)}
+
+
+def warn_of_stacks(fields: Mapping[str, Field]) -> None:
+    """Warn if observations look like stacks of frames, since each frame would be stored once in every stack."""
+    for name, field in fields.items():
+        if name.split(".")[0] != "obs" or field.dtype != torch.uint8 or len(field.shape) not in (3, 4):
+            continue
+        frames, *frame = field.shape
+        # (frames, height, width), with channels behind them or not; three may be colours
+        pictures = frame[:2] if len(frame) == 2 else sorted(frame)[1:]
+        if 1 < frames <= 8 and (frames != 3 or len(frame) == 3) and min(pictures) >= 16:
+            warnings.warn(
+                f"{name} {list(field.shape)} looks like {frames} stacked frames: each would be stored {frames} times. "
+                f"Make the buffer with Field({tuple(frame)}, torch.uint8) for {name!r} and stack={frames} instead, and "
+                f"add `{name}[:, -1]`: then each frame is stored once, and batches have the stacks.",
+                stacklevel=3,
+            )
+
+
+def _with_extra(fields: dict[str, Field], extra: object) -> dict[str, Field]:
+    """The fields with the extra ones; KeyError for an extra name that the spaces already gave."""
+    further = {} if extra is None else check_fields(extra)
+    twice = [name for name in further if name in fields]
+    if twice:
+        raise KeyError(f"extra has {twice[0]!r}, which the spaces give; leave it out, or change its dtype with dtypes.")
+    return {**fields, **further}
+
+
+def _stored_as(fields: dict[str, Field], dtypes: object) -> dict[str, Field]:
+    """The fields with the dtypes that were asked for, by name or for whole groups."""
+    if dtypes is not None and not isinstance(dtypes, Mapping):
+        raise TypeError(f"dtypes must be a dict such as {{'obs': torch.float64}}; found {dtypes!r}.")
+    asked = flattened(dtypes or {})
+    for name in asked:
+        if not any(each == name or each.startswith(f"{name}.") for each in fields):
+            raise KeyError(f"dtypes has unknown {name!r}; the fields are {', '.join(fields)}.")
+    stored = {}
+    for name, field in fields.items():
+        # the longest name that fits, and for next_obs those of obs after its own
+        names = [*_groups(name), *(_groups(name.removeprefix("next_")) if name.startswith("next_") else ())]
+        dtype = next((asked[each] for each in names if each in asked), field.dtype)
+        stored[name] = Field(field.shape, dtype)
+    return stored
+
+
+def _groups(name: str) -> list[str]:
+    """`a.b.c` and the groups that it is in: `a.b` and `a`."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+
+
+def _fields(name: str, space: Space[Any]) -> dict[str, Field]:
+    from gymnasium import spaces
+
+    if not isinstance(space, spaces.Space):
+        raise TypeError(f"{name} needs a Gymnasium space such as Box or Discrete; found {space!r}.")
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+        fields: dict[str, Field] = {}
+        for key, part in parts:
+            leaf = key if isinstance(space, spaces.Dict) else f"item_{key}"
+            fields.update(_fields(f"{name}.{leaf}", part))
+        return fields
+    if space.shape is None or space.dtype is None or isinstance(space, (spaces.Text, spaces.Sequence, spaces.Graph)):
+        raise TypeError(
+            f"{name} has the space {space}, which has no fixed shape and dtype; describe the fields yourself with "
+            "ReplayBuffer(capacity, fields={...})."
+        )
+    dtype = _dtype(name, space.dtype)
+    if isinstance(space, spaces.Box) and dtype == torch.float64:
+        # networks take float32; simulators return float64 by default
+        dtype = torch.float32
+    return {name: Field(tuple(int(side) for side in space.shape), dtype)}
+
+
+def _dtype(name: str, dtype: Any) -> torch.dtype:
+    kind = np.dtype(dtype).name
+    stored = _WIDENED.get(kind, getattr(torch, kind, None))
+    if not isinstance(stored, torch.dtype):
+        raise TypeError(f"{name} has NumPy dtype {kind}, which cannot be stored; describe the fields yourself.")
+    return stored
