@@ -31,7 +31,7 @@ class ReplayBuffer(Buffer):
 
     capacity: transitions, from 1 to 2**31 - 1; powers of two or not.
     fields:   name to Field; one tensor `[capacity, *shape]` is allocated for each, once.
-    sampler:  Uniform, Proportional, RankBased, Latest or Combined.
+    sampler:  Uniform, Proportional, RankBased, Latest, Combined, or one of your own.
     device:   by default "cuda" if torch finds a CUDA device, else "cpu".
     seed:     of the random stream; equal seeds and priority masses sample the same keys on every device.
     storage_device: "cpu" with a buffer on a GPU keeps its fields in pinned host memory, which kernels read and write

@@ -116,10 +116,16 @@ class Sampler(ABC):
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
-        known = Sampler.kinds.get(cls.__name__)
+        own, known = cls.__module__ != __name__, Sampler.kinds.get(cls.__name__)
         if known is not None and known.__module__ == __name__:
             raise TypeError(f"{cls.__name__} is a sampler of gpu_replay; name yours differently.")
-        if not cls.__name__.startswith(("_", "Base")):
+        kin = [each.__name__ for each in cls.__mro__ if each.__module__ == __name__ and getattr(each, "kernel", None)]
+        if own and kin:
+            raise TypeError(
+                f"{cls.__name__} derives from {kin[0]}, and a device or a shard would draw it as that. Derive it from "
+                "BaseSampler."
+            )
+        if own or not cls.__name__.startswith(("_", "Base")):
             Sampler.kinds[cls.__name__] = cls
 
     def newest_of(self, batch: int) -> int:
@@ -216,7 +222,9 @@ class BaseSampler(Sampler):
         places = np.ascontiguousarray(self.places(total, rows, host.random), dtype=np.int64)
         if places.shape != (rows,) or places.min() < 0 or places.max() >= total:
             raise ValueError(f"{self}: places({total}, {rows}) must return {rows} integers from 0 to {total - 1}.")
-        chances = self.chances(places, total)
+        chances = np.asarray(self.chances(places, total), dtype=np.float64)
+        if chances.shape != (rows,) or not (chances > 0).all():
+            raise ValueError(f"{self}: chances of {rows} drawn places must be {rows} numbers above 0; found {chances}.")
         slots = (
             slots_of(places, first, host.capacity) if tree is None or within is None else slots_in(tree, within, places)
         )
@@ -424,8 +432,9 @@ def check_sampler(sampler: object) -> Sampler:
     if not isinstance(sampler, Sampler):
         names = [f"{name}()" for name in Sampler.kinds]
         raise TypeError(f"sampler must be {', '.join(names[:-1])} or {names[-1]}; found {sampler!r}.")
-    if not is_dataclass(sampler):
-        raise TypeError(f"{type(sampler).__name__} must be a dataclass, whose fields checkpoints and messages show.")
+    for each in (sampler, sampler.base):
+        if not is_dataclass(each):
+            raise TypeError(f"{type(each).__name__} must be a dataclass, whose fields checkpoints and messages show.")
     return sampler
 
 

@@ -64,7 +64,7 @@ class TrajectoryReplayBuffer(Buffer):
     padding:        frames before an episode's first: "reset" repeats the first, "zero" is zeros (as ALE's own stacks).
     random_shift:   largest random shift of the images in `obs` and `next_obs`, in pixels, with edges repeated (DrQ):
                     of (..., height, width); fields with fewer than two dimensions are not shifted.
-    sampler:        Uniform, Proportional, RankBased, Latest or Combined.
+    sampler:        Uniform, Proportional, RankBased, Latest, Combined, or one of your own.
     device:         by default "cuda" if torch finds a CUDA device, else "cpu".
     seed:           of the random stream.
     final_capacity: final observations kept for truncated episodes ("same_step" and "disabled"); by default one for each

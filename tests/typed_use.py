@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import assert_type
 
-from gpu_replay import Batch, Field, Proportional, ReplayBuffer, Stats, TrajectoryReplayBuffer
+from gpu_replay import Batch, Field, Proportional, ReplayBuffer, Sampler, Stats, TrajectoryReplayBuffer
+from gpu_replay.samplers import BaseSampler
+
+
+@dataclass(frozen=True)
+class Recent(BaseSampler):
+    window: int = 1_000
+
+    def places(self, total: int, rows: int, random: Any) -> np.ndarray:
+        return total - 1 - (random.doubles(rows) * min(self.window, total)).astype(np.int64)
 
 
 def learning_step(path: str) -> None:
@@ -19,5 +32,8 @@ def learning_step(path: str) -> None:
     assert_type(batch.probability, Tensor)
     buffer.update_priorities(batch.key, batch.weight.abs())
     assert_type(buffer.stats(), Stats)
+    assert_type(buffer.sampler, Sampler)
+    samplers: list[Sampler] = [buffer.sampler, Recent(window=5)]
+    assert_type(ReplayBuffer(10, buffer.fields, sampler=samplers[1]).sample(1), Batch)
     assert_type(ReplayBuffer.load(path), ReplayBuffer)
     assert_type(TrajectoryReplayBuffer.load(path), TrajectoryReplayBuffer)

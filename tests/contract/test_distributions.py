@@ -29,7 +29,8 @@ from gpu_replay import Field, LinearSchedule, RankBased
 pytestmark = pytest.mark.contract
 
 FEW = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
-SAMPLED = ("uniform", "replacement", "proportional", "independent", "rank", "rank-independent", "combined-proportional")
+BY_CHANCE = ("uniform", "replacement", "proportional", "independent", "rank", "rank-independent")
+SAMPLED = (*BY_CHANCE, "combined-proportional", "latest")
 
 
 def lived(kind: str, sampler: Any, device: str, seed: int) -> tuple[Any, list[int]]:
@@ -76,13 +77,15 @@ def test_every_row_has_the_distribution_of_its_sampler(kind: str, name: str, dev
     pair, keys = lived(kind, SAMPLERS[name], device, seed=1)
     model, weights = pair.model, in_order(pair, keys)
     # a window's strata go by another order
-    rows = 1 if kind == "windows" else 4
-    count = rows + model.newest
+    rows = 0 if name == "latest" else 1 if kind == "windows" else 4
+    newest = model.newest if rows else 4
+    count = rows + newest
     drawn = [
-        pair.buffer.sample_sequences(count, 4).key if kind == "windows" else pair.buffer.sample(count).key
+        (pair.buffer.sample_sequences(count, 4) if kind == "windows" else pair.buffer.sample(count)).key.tolist()
         for _ in range(800)
     ]
-    for row, found in enumerate(torch.stack(drawn)[:, :rows].T.tolist()):
+    assert all(each[rows:] == keys[len(keys) - newest :] for each in drawn)
+    for row, found in enumerate(list(zip(*drawn, strict=True))[:rows]):
         by_parts = getattr(model.base, "stratified", False)
         check_counts(Counter(found), part_of(weights, row, rows) if by_parts else weights)
 

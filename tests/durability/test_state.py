@@ -19,10 +19,12 @@ import pytest
 import torch
 from checkpoints import edit, pieces_of, spoiled
 from devices import device_fixture as device_fixture
+from devices import thinned
 from golden import MADE
 from pairs import FIELDS as SCRIPTED
 from pairs import StepPair, live_through
 from places import FIELDS, STEPS, check_equal, given, live, make
+from programs import SAMPLERS
 from refusals import whole_state
 from transitions import ANNEALED, EXACT, NUMBER, fill, leaves
 from transitions import make as make_numbered
@@ -93,6 +95,17 @@ def test_a_buffer_from_disk_keeps_every_setting(kind: str, device: str, tmp_path
     assert (loaded.sampler, loaded.seed, loaded.capacity) == (buffer.sampler, 2**63 + 5, buffer.capacity)
     assert loaded.state_dict()["settings"] == buffer.state_dict()["settings"]
     assert type(buffer).load(tmp_path / "checkpoint").device == ReplayBuffer(1, NUMBER).device
+
+
+@thinned("name, kind", SAMPLERS, ["transitions", "same_step"])
+def test_a_buffer_of_any_sampler_goes_on_from_disk(name: str, kind: str, device: str, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    buffer = used(kind, 3, sampler=SAMPLERS[name], device=device)
+    buffer.save(tmp_path / "checkpoint")
+    loaded = type(buffer).load(tmp_path / "checkpoint", device=buffer.device)
+    assert loaded.sampler == SAMPLERS[name]
+    for _ in range(2):
+        check_equal(loaded.sample(5), buffer.sample(5))
 
 
 # states of other buffers

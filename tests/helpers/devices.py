@@ -21,7 +21,7 @@ INTERPRETED = os.environ.get("GPU_REPLAY_BACKEND") == "triton" and os.environ.ge
 statistical = pytest.mark.skipif(
     INTERPRETED, reason="thousands of samples; kernels draw what the host draws, see test_kernels_in_buffers.py"
 )
-host_only = pytest.mark.skipif(INTERPRETED, reason="measures the process, not the kernels")
+host_only = pytest.mark.skipif(INTERPRETED, reason="measures the process, or has no kernel")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], name="device")

@@ -19,6 +19,7 @@ import torch
 
 from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, __version__
 from gpu_replay.cli import main
+from gpu_replay.console.sizes import SAMPLERS
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 ROOT = Path(__file__).resolve().parents[2]
@@ -206,8 +207,7 @@ def test_estimate_agrees_with_the_buffer_it_describes(capsys: Capture) -> None:
     spaces = [gymnasium.spaces.Box(-1, 1, shape, np.float64) for shape in ((3,), (1,))]
     cpu: dict[str, Any] = {"sampler": Proportional(), "device": "cpu"}
     for arguments, buffer in (
-        (f"{given} uniform", ReplayBuffer(1_000, fields, device="cpu")),
-        (f"{given} proportional", ReplayBuffer(1_000, fields, **cpu)),
+        *((f"{given} {name}", ReplayBuffer(1_000, fields, **cpu | {"sampler": SAMPLERS[name]})) for name in SAMPLERS),
         # nothing is asked of an agent
         ("--env Pendulum-v1", ReplayBuffer.from_spaces(1_000, *spaces, **cpu)),
         ("--env Pendulum-v1 --num-envs 8", TrajectoryReplayBuffer.from_spaces(1_000, 8, *spaces, **cpu)),

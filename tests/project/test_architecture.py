@@ -14,7 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "gpu_replay"
 # folders and modules of the top level, and imports between two of them
-# (issue 18 asks for `sharded`, which lies over the buffers, engines, operations and checkpoints that it divides)
+# (`sharded` lies over the buffers, engines, operations and checkpoints that it divides;
+# a sampler imports the operations that it draws by, and its statistics)
 MOST_NODES, MOST_ARROWS = 28, 104
 
 # From the top down: a module imports from its own line or from one below. A folder stands for all that is in it.

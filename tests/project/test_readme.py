@@ -195,4 +195,4 @@ def test_the_pages_are_short() -> None:
 
 def test_the_reference_names_every_public_class() -> None:
     named = re.findall(r"^::: gpu_replay\.(?:\w+\.)*(\w+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
-    assert set(named) == {*gpu_replay.__all__, "LearningStep"} - {"__version__"}
+    assert set(named) == {*gpu_replay.__all__, "LearningStep", "BaseSampler"} - {"__version__"}

@@ -1,0 +1,56 @@
+"""Every sampler of the package is public, explained and tested; what a new class of `samplers.py` lacks is named."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import SAMPLERS
+from test_distributions import SAMPLED
+from test_sharded import CASES
+
+import gpu_replay
+from gpu_replay.console import sizes
+from gpu_replay.samplers import BaseSampler, Sampler
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = {name: kind for name, kind in Sampler.kinds.items() if kind.__module__ == Sampler.__module__}
+
+
+def has(kind: type[Sampler]) -> dict[str, bool]:
+    """What a sampler must have, and whether it has it."""
+    page = (ROOT / "docs" / "choosing.md").read_text()
+    explained = re.findall(r"^\| `(\w+)\(", page[page.index("## Which sampler") :], re.MULTILINE)
+    played = {name: type(sampler) for name, sampler in SAMPLERS.items()}
+    tried = {mode for mode, name in map(str.split, CASES) if played[name] is kind}
+    # whatever wraps another sampler goes where that goes
+    shards = getattr(kind, "shards", ("local", "global"))
+    return {
+        "a name in gpu_replay.__all__": kind.__name__ in gpu_replay.__all__,
+        "a row in docs/choosing.md": kind.__name__ in explained,
+        "kernel and shards in its class": {"kernel", "shards"} <= {*vars(kind)} or not issubclass(kind, BaseSampler),
+        # which models, checkpoints and shards go through
+        "an entry in SAMPLERS of tests/helpers/programs.py": kind in played.values(),
+        "its exact distribution in SAMPLED of test_distributions.py": kind in [played[name] for name in SAMPLED],
+        f"cases in CASES of test_sharded.py: {shards}, no others": tried == {*shards},
+        "a choice of gpu-replay estimate": kind in map(type, sizes.SAMPLERS.values()),
+    }
+
+
+def test_every_sampler_is_public_explained_and_tested() -> None:
+    assert len(KINDS) >= 5
+    assert {(name, what) for name, kind in KINDS.items() for what, there in has(kind).items() if not there} == set()
+
+
+def test_a_newcomer_has_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sampler, "kinds", dict(Sampler.kinds))
+
+    @dataclass(frozen=True)
+    class Newcomer(BaseSampler):
+        shards = ("local",)
+        places: Any = None
+
+    assert not any(has(Newcomer).values())
