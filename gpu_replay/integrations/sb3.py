@@ -200,7 +200,7 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         except RuntimeError:
             if isinstance(self.storage, ReplayBuffer) or not self.size() or self.storage.stats().eligible:
                 raise
-        # calls of learn() may have reset the environments in between
+        # short calls of learn() reset the environments before a window is complete
         if self.size() > 10 * self.n_steps:
             raise RuntimeError(
                 f"sample({batch_size}) needs {self.n_steps} steps that follow each other; of the {self.size()} stored "
