@@ -1,4 +1,4 @@
-"""Stable-Baselines3: a buffer for its off-policy algorithms, and DQN, SAC and TD3 with prioritized replay.
+"""Stable-Baselines3: a buffer for its off-policy algorithms; DQN, SAC, TD3 and DDPG with prioritized replay.
 
     from gpu_replay.integrations.sb3 import PrioritizedDQN, SB3ReplayBuffer
 
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from stable_baselines3 import DQN, SAC, TD3
+from stable_baselines3 import DDPG, DQN, SAC, TD3
 from stable_baselines3.common.buffers import BaseBuffer
 from stable_baselines3.common.buffers import ReplayBuffer as PlainReplayBuffer
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
@@ -35,18 +35,23 @@ from gpu_replay import Batch, Field, Proportional, ReplayBuffer, TrajectoryRepla
 from gpu_replay.samplers import Sampler
 from gpu_replay.spaces import step_fields
 
+# attributes of Stable-Baselines3's buffers
+_ARRAYS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+
 
 class SB3ReplayBuffer(PlainReplayBuffer):
     """A buffer for `replay_buffer_class=`, on the model's device, and for loops of CleanRL; Dict observations included.
 
-    handle_timeout_termination: whether `infos` mark the episodes that a time limit ended; False ignores `infos`.
+    handle_timeout_termination: whether `infos` mark the steps at which a time limit ended an episode, done or not;
+                     False ignores `infos`.
     sampler:         the sampler of the ReplayBuffer; only the Prioritized algorithms of this module update priorities.
     n_steps, gamma:  n-step returns, like those of Stable-Baselines3's `NStepReplayBuffer`. With more than one step
                      each observation is stored once, and `gamma` must be given: a buffer cannot see the algorithm's.
     seed:            seed of sampling.
 
-    `storage` is the underlying ReplayBuffer, or TrajectoryReplayBuffer for more than one step. Raises ValueError for
-    `optimize_memory_usage`, and for several steps without `gamma`.
+    `storage` is the underlying ReplayBuffer, or TrajectoryReplayBuffer for more than one step; it replaces the arrays
+    `observations`, `rewards` and so on. Raises ValueError for `optimize_memory_usage`, and for several steps without
+    `gamma`.
     """
 
     pos: int
@@ -86,7 +91,7 @@ class SB3ReplayBuffer(PlainReplayBuffer):
             )
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
-        self.n_steps = n_steps
+        self._gamma = gamma
         found, shapes = step_fields(observation_space, action_space), _by_field(get_obs_shape(observation_space))
         fields = {name: Field(shape, found[name].dtype) for name, shape in shapes.items()}
         fields["action"] = Field((self.action_dim,), found["action"].dtype)
@@ -113,30 +118,37 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         done: np.ndarray,
         infos: list[dict[str, Any]],
     ) -> None:
-        """Store one step of all environments; where an episode is done, `next_obs` is its last observation.
+        """Store one step of all environments; where an episode ended, `next_obs` is its last observation.
 
-        Raises TypeError if a list of `infos` is needed and Gymnasium's single dictionary is given.
+        Raises ValueError for shapes other than `[n_envs, *shape]` of the spaces (observations of Discrete spaces may be
+        `[n_envs]`) and for `infos` of another number of environments, KeyError for parts of observations that the
+        space does not have, TypeError for Gymnasium's single dictionary of `infos`.
         """
-        ended = np.asarray(done, bool)
-        truncated = ended & self._timed_out(infos)
-        before, after = self._named(obs), self._named(next_obs)
-        step: dict[str, Any] = {**before, "action": action.reshape(self.n_envs, self.action_dim)}
-        step |= {"reward": np.asarray(reward, np.float32), "terminated": ended & ~truncated}
+        truncated = self._timed_out(infos)
+        before, after = self._named("obs", obs), self._named("next_obs", next_obs)
+        # with one environment its axis may be missing
+        rows = action.reshape(self.n_envs, -1) if action.shape[:1] == (self.n_envs,) or self.n_envs == 1 else action
+        step: dict[str, Any] = {**before, "action": self._checked("action", rows, (self.action_dim,))}
+        ended = self._checked("done", np.asarray(done, bool), ())
+        step["reward"] = self._checked("reward", np.asarray(reward, np.float32), ())
+        step["terminated"] = ended & ~truncated
         if isinstance(self.storage, TrajectoryReplayBuffer):
+            # copies: environments may write the next step into the same arrays
+            kept = {name: np.array(value) for name, value in after.items()}
             # learn() may reset environments silently
-            same = [(before[name] == was).reshape(self.n_envs, -1).all(1) for name, was in self._next_obs.items()]
+            same = [_equal_rows(np.asarray(before[name]), was) for name, was in self._next_obs.items()]
             reset = self._goes_on & ~np.logical_and.reduce(same) if same else self._goes_on
             if reset.any():
                 self.storage.begin_episodes(reset)
             self.storage.add(**step, truncated=truncated, **{f"final_{name}": value for name, value in after.items()})
-            self._next_obs, self._goes_on = after, ~ended
+            self._next_obs, self._goes_on = kept, ~(ended | truncated)
         else:
             self.storage.add(**step, **{f"next_{name}": value for name, value in after.items()})
         self.full |= self.pos + 1 == self.buffer_size
         self.pos = (self.pos + 1) % self.buffer_size
 
     def _timed_out(self, infos: Any) -> np.ndarray:
-        """(n_envs,) bool, in which environments a time limit ended the episode."""
+        """(n_envs,) bool, in which environments a time limit ended the episode. Raises TypeError or ValueError."""
         if not self.handle_timeout_termination:
             return np.zeros(self.n_envs, bool)
         if isinstance(infos, Mapping):
@@ -145,7 +157,12 @@ class SB3ReplayBuffer(PlainReplayBuffer):
                 "ended; found one dictionary, as Gymnasium's vector environments return. Make the buffer with "
                 "handle_timeout_termination=False and give done=terminated."
             )
-        return np.fromiter((info.get("TimeLimit.truncated", False) for info in infos), bool, self.n_envs)
+        if len(infos) != self.n_envs:
+            raise ValueError(
+                f"add needs infos of the {self.n_envs} environments (n_envs) that this buffer was made for; found "
+                f"{len(infos)}. Load a saved buffer into a model with as many environments."
+            )
+        return np.array([info.get("TimeLimit.truncated", False) for info in infos], bool)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -157,10 +174,12 @@ class SB3ReplayBuffer(PlainReplayBuffer):
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> ReplayBufferSamples | DictReplayBufferSamples:
         """Sample `batch_size` transitions, normalized by `env`; `dones` is 0 where a time limit ended the episode.
 
-        Sums of several rewards are scaled like single ones, but not clipped.
+        Sums of several rewards are scaled like single ones, but not clipped. While no `n_steps` steps and the
+        observation after them are stored, the newest steps are sampled as windows of one step. Raises RuntimeError
+        while the buffer is empty, and if after ten times `n_steps` steps there still is no window.
         """
         self.feed_back()
-        batch = self.storage.sample(batch_size)
+        batch = self._draw(batch_size)
         obs, next_obs = (self._normalized(batch[name], env) for name in ("obs", "next_obs"))
         reward = batch.reward[:, None]
         if env is not None and self.n_steps == 1:
@@ -174,6 +193,29 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         self.drawn, self.weight, self._keys = samples, batch.weight[:, None], batch.key
         return samples
 
+    def _draw(self, batch_size: int) -> Batch:
+        """A batch of the storage, or of the newest steps while there is no window of `n_steps` steps."""
+        try:
+            return self.storage.sample(batch_size)
+        except RuntimeError:
+            if isinstance(self.storage, ReplayBuffer) or not self.size() or self.storage.stats().eligible:
+                raise
+        # short calls of learn() reset the environments before a window is complete
+        if self.size() > 10 * self.n_steps:
+            raise RuntimeError(
+                f"sample({batch_size}) needs {self.n_steps} steps that follow each other; of the {self.size()} stored "
+                "for each environment none do. A step follows another if its obs equals the next_obs of that: add the "
+                "steps in their order, and change no observation between two calls."
+            )
+        *_, step = self.storage.batches(self.n_envs)
+        env = torch.arange(batch_size, device=self.device) % self.n_envs
+        # no step has ended an episode, for it would be a whole window
+        discount = torch.full((batch_size,), self.storage.gamma, device=self.device)
+        values = {**step[env].to_dict(), "discount": discount, "weight": torch.ones_like(discount)}
+        for name, value in self._next_obs.items():
+            values[f"next_{name}"] = torch.from_numpy(value).to(step[name])[env]
+        return Batch(values)
+
     def feed_back(self) -> None:
         """Set the priorities of the last sampled transitions to the mean of the TD errors in `errors`."""
         if self.errors:
@@ -184,10 +226,28 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         self.drawn, self.errors = None, []
         self.following = self.weight = self._keys = torch.empty(0)
 
-    def _named(self, obs: Any) -> dict[str, np.ndarray]:
-        """Observations by field name, with the axes that Stable-Baselines3 gives them."""
-        shapes = {name: (self.n_envs, *field.shape) for name, field in self.storage.fields.items()}
-        return {name: value.reshape(shapes[name]) for name, value in _by_field(obs).items()}
+    def _named(self, argument: str, obs: Any) -> dict[str, Any]:
+        """Observations by field name, (n_envs, *shape) as the space says. Raises KeyError or ValueError."""
+        space, shapes, given = self.observation_space, _by_field(self.obs_shape), _by_field(obs)
+        if given.keys() != shapes.keys():
+            raise KeyError(f"add needs {argument} with {', '.join(shapes)}; found {', '.join(given)}.")
+        parts = _by_field(space.spaces if isinstance(space, spaces.Dict) else space)
+        found = {}
+        for name, value in given.items():
+            value = value if isinstance(value, Tensor) else np.asarray(value)
+            if isinstance(parts[name], spaces.Discrete) and tuple(value.shape) == (self.n_envs,):
+                value = value.reshape(self.n_envs, 1)
+            found[name] = self._checked(name.replace("obs", argument, 1), value, shapes[name])
+        return found
+
+    def _checked(self, name: str, value: Any, shape: tuple[int, ...]) -> Any:
+        """The value, or ValueError if it is not (n_envs, *shape)."""
+        if tuple(value.shape) == (self.n_envs, *shape):
+            return value
+        raise ValueError(
+            f"add needs {name} of shape {[self.n_envs, *shape]} (n_envs={self.n_envs}); found {list(value.shape)}. "
+            "Give each environment a row in the layout of its space (images: VecTransposeImage inside VecNormalize)."
+        )
 
     def _normalized(self, obs: Tensor | Batch, env: VecNormalize | None) -> Any:
         """Sampled observations as a tensor or a dict of tensors."""
@@ -202,6 +262,30 @@ class SB3ReplayBuffer(PlainReplayBuffer):
     def __getstate__(self) -> dict[str, Any]:
         self._forget_drawn()
         return self.__dict__
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _ARRAYS:
+            return object.__getattribute__(self, name)
+        raise AttributeError(
+            f"{type(self).__name__} has no array {name!r}: sample(B) samples; storage.batches(size) walks over what is "
+            "stored, and storage[keys] reads it, as tensors named obs, action, reward, terminated."
+        )
+
+    @property
+    def n_steps(self) -> int:
+        """Steps until bootstrapping."""
+        return getattr(self.storage, "n_step", 1)
+
+    @property
+    def gamma(self) -> float | None:
+        """The discount of one step that `n_steps` rewards are summed with."""
+        return self._gamma
+
+
+def _equal_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """(rows,) bool, where all numbers of a row are equal; NaN equals itself."""
+    equal = (one == other) | ((one != one) & (other != other))
+    return equal.reshape(len(one), -1).all(1)
 
 
 def _by_field(parts: Any) -> dict[str, Any]:
@@ -317,5 +401,11 @@ class PrioritizedSAC(_PrioritizedCritics, SAC):
 
 class PrioritizedTD3(_PrioritizedCritics, TD3):
     """TD3 with prioritized experience replay; the priority is the mean of the critics' TD errors."""
+
+    _slope = 2.0
+
+
+class PrioritizedDDPG(_PrioritizedCritics, DDPG):
+    """DDPG with prioritized experience replay; the priority is the critic's TD error."""
 
     _slope = 2.0

@@ -65,21 +65,22 @@ class TensorDictReplayBuffer:
         self._settings: dict[str, Any] = {"sampler": sampler, "device": device, "seed": seed}
 
     def extend(self, data: TensorDictBase) -> Tensor:
-        """Store all rows of a TensorDict of any batch size; returns their keys, (rows,) int64.
+        """Store the rows of a TensorDict of batch size [rows]; returns their keys, (rows,) int64.
 
         Rows with a `priority_key` enter with that priority. Raises TypeError for anything but a TensorDict of tensors,
-        KeyError if it has both "a.b" and ("a", "b"), and what `ReplayBuffer.add` raises for names, shapes or dtypes
-        that differ from the first TensorDict's.
+        ValueError for more than one batch dimension, KeyError if it has both "a.b" and ("a", "b"), and what
+        `ReplayBuffer.add` raises for names, shapes or dtypes that differ from the first TensorDict's.
         """
-        if not isinstance(data, TensorDictBase):
-            raise TypeError(f"extend needs a TensorDict; found {type(data).__name__}.")
-        if data.batch_size.numel() == 0:
+        _check("extend", data)
+        if data.dim() != 1:
             raise ValueError(
-                f"extend needs at least one row; found a TensorDict of batch size {list(data.batch_size)}."
+                f"extend stores rows, of one batch dimension; found batch size {list(data.batch_size)}. "
+                f"{'data.reshape(-1) gives the steps of sequences as rows.' if data.dim() else 'Use add(data).'}"
             )
-        rows = data.reshape(-1)
-        priority = rows.get(self.priority_key, None)
-        left = rows.exclude(self.priority_key, *_ADDED)
+        if not len(data):
+            raise ValueError("extend needs at least one row; found a TensorDict of batch size [0].")
+        priority = data.get(self.priority_key, None)
+        left = data.exclude(self.priority_key, *_ADDED)
         values: dict[str, Tensor] = {}
         dotted = set()
         for name, value in left.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
@@ -100,7 +101,13 @@ class TensorDictReplayBuffer:
         return keys
 
     def add(self, data: TensorDictBase) -> Tensor:
-        """Store one TensorDict without batch dimensions; returns its key, () int64."""
+        """Store one TensorDict without batch dimensions; returns its key, () int64. Raises as `extend` does."""
+        _check("add", data)
+        if data.dim():
+            raise ValueError(
+                f"add stores one row, without batch dimensions; found batch size {list(data.batch_size)}. Use "
+                "extend(data), or extend(data.reshape(-1)) for several batch dimensions."
+            )
         return self.extend(data.unsqueeze(0))[0]
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
@@ -211,6 +218,12 @@ class TensorDictReplayBuffer:
             if found != wanted:
                 raise CheckpointError(f"{path} has the {name} {found}; this buffer has {wanted}.")
         self.buffer = loaded
+
+
+def _check(call: str, data: object) -> None:
+    """Raise TypeError for anything but a TensorDict."""
+    if not isinstance(data, TensorDictBase):
+        raise TypeError(f"{call} needs a TensorDict; found {type(data).__name__}.")
 
 
 def _field(parts: tuple[str, ...]) -> str:

@@ -27,7 +27,13 @@ from stable_baselines3.common.evaluation import evaluate_policy  # noqa: E402
 from stable_baselines3.common.vec_env import VecNormalize  # noqa: E402
 
 from gpu_replay import Proportional, TrajectoryReplayBuffer  # noqa: E402
-from gpu_replay.integrations.sb3 import PrioritizedDQN, PrioritizedSAC, PrioritizedTD3, SB3ReplayBuffer  # noqa: E402
+from gpu_replay.integrations.sb3 import (  # noqa: E402
+    PrioritizedDDPG,
+    PrioritizedDQN,
+    PrioritizedSAC,
+    PrioritizedTD3,
+    SB3ReplayBuffer,
+)
 
 SMALL: dict[str, Any] = {"learning_starts": 20, "buffer_size": 200, "batch_size": 8, "device": "cpu", "seed": 0}
 BOX, ENVS = spaces.Box(-9, 9, (2,), np.float64), 3
@@ -38,10 +44,17 @@ def small(kind: Any, env: str, replay: dict[str, Any], **more: Any) -> Any:
     return kind("MlpPolicy", env, replay_buffer_kwargs=replay, policy_kwargs={"net_arch": [8]}, **SMALL | more)
 
 
-def play(buffers: list[Any], steps: int, space: spaces.Space[Any] = BOX, gymnasium_infos: bool = False) -> None:
+def play(
+    buffers: list[Any],
+    steps: int,
+    space: spaces.Space[Any] = BOX,
+    gymnasium_infos: bool = False,
+    endings: float = 0.2,
+) -> None:
     """Store the same random steps, whose rows have numbers of their own, in several buffers.
 
     gymnasium_infos: one dictionary of all environments instead of one of each.
+    endings: share of done steps; half of them end by a time limit, and so do half as many of the others.
     """
     generator = np.random.default_rng(0)
 
@@ -50,13 +63,20 @@ def play(buffers: list[Any], steps: int, space: spaces.Space[Any] = BOX, gymnasi
         return {"a": rows, "b": np.arange(ENVS) % 4} if isinstance(space, spaces.Dict) else rows
 
     for step in range(steps):
-        done = generator.random(ENVS) < 0.2
-        infos: Any = [{"TimeLimit.truncated": bool(ended and generator.random() < 0.5)} for ended in done]
+        done = generator.random(ENVS) < endings
+        limits = generator.random(ENVS) < np.where(done, 0.5, endings / 2)
+        infos: Any = [{"TimeLimit.truncated": bool(limit)} for limit in limits]
         infos = {} if gymnasium_infos else infos
         arguments = (np.arange(ENVS)[:, None] % 2, generator.normal(size=ENVS).astype(np.float32), done, infos)
         for buffer in buffers:
             # as everywhere in it, the last observation of an episode is none of the next one
             buffer.add(observed(10 * step), observed(10 * step + 10), *arguments)
+
+
+def rest(envs: int, **other: Any) -> dict[str, Any]:
+    """What `add` takes beside observations, for a step that ends nothing."""
+    plain = {"action": np.zeros(envs, int), "reward": np.ones(envs), "done": np.zeros(envs, bool), "infos": [{}] * envs}
+    return plain | other
 
 
 def test_n_step_returns_are_those_of_its_own_buffer() -> None:
@@ -113,6 +133,127 @@ def test_single_steps_are_those_of_its_own_buffer(theirs: Any, space: Any, actio
     assert found.discounts is None
 
 
+@pytest.mark.parametrize("n_steps", [1, 3])
+def test_n_steps_and_gamma_are_those_of_its_own_buffer_and_fixed(n_steps: int) -> None:
+    arguments: Any = (60, BOX, spaces.Discrete(2), "cpu", ENVS)
+    ours, theirs = (kind(*arguments, n_steps=n_steps, gamma=0.9) for kind in (SB3ReplayBuffer, NStepReplayBuffer))
+    assert (ours.n_steps, ours.gamma) == (theirs.n_steps, theirs.gamma) == (n_steps, 0.9)
+    for name in ("n_steps", "gamma"):
+        with pytest.raises(AttributeError):
+            setattr(ours, name, 2)
+
+
+PICTURE, THREE, FOUR = spaces.Box(0, 255, (3, 40, 36), np.uint8), spaces.Box(-1, 1, (3,)), spaces.Box(-1, 1, (2, 2))
+WRONG: dict[str, tuple[spaces.Space[Any], int, tuple[int, ...]]] = {
+    "HWC for CHW": (PICTURE, 1, (1, 40, 36, 3)),
+    "flat for an image": (PICTURE, 1, (1, 3 * 40 * 36)),
+    "(3, 2) for 2 of 3": (THREE, 2, (3, 2)),
+    "(1, 6) for 2 of 3": (THREE, 2, (1, 6)),
+    "(2, 4) for 2 of (2, 2)": (FOUR, 2, (2, 4)),
+    "3 numbers for 2": (spaces.Discrete(4), 2, (3,)),
+}
+
+
+@pytest.mark.parametrize("name", ["obs", "next_obs"])
+@pytest.mark.parametrize("part", [None, "part"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_observations_of_another_shape_are_refused_as_by_its_own_buffer(
+    wrong: str, part: str | None, name: str
+) -> None:
+    space, envs, shape = WRONG[wrong]
+    right = np.zeros((envs, *(space.shape or ())), space.dtype)
+    given: dict[str, Any] = {"obs": right, "next_obs": right} | {name: np.zeros(shape, space.dtype)}
+    given = {each: {part: value} for each, value in given.items()} if part else given
+    arguments: Any = (60, spaces.Dict({part: space}) if part else space, spaces.Discrete(2), "cpu", envs)
+    with pytest.raises(ValueError):
+        (DictReplayBuffer if part else PlainReplayBuffer)(*arguments).add(**given, **rest(envs))
+    ours = SB3ReplayBuffer(*arguments, n_steps=3 if part else 1, gamma=0.9)
+    with pytest.raises(ValueError, match="layout") as refused:
+        ours.add(**given, **rest(envs))
+    expected = [envs, *(space.shape or (1,))]
+    assert f"needs {name}{f'.{part}' if part else ''} of shape {expected} " in str(refused.value)
+    assert f"found {list(shape)}" in str(refused.value)
+    assert (ours.size(), len(ours.storage)) == (0, 0)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+def test_discrete_observations_come_with_or_without_an_axis(shape: tuple[int, ...]) -> None:
+    buffer = SB3ReplayBuffer(60, spaces.Discrete(4), spaces.Discrete(2), "cpu", 2)
+    buffer.add(np.array([1, 2]).reshape(shape), np.array([3, 0]).reshape(shape), **rest(2))
+    assert buffer.storage[[0, 1]].next_obs.tolist() == [[3], [0]]
+
+
+@pytest.mark.parametrize("in_place, number", [(True, 0.0), (False, np.nan)], ids=["written in place", "NaN"])
+def test_steps_follow_each_other_whatever_brings_their_observations(in_place: bool, number: float) -> None:
+    buffer = SB3ReplayBuffer(60, DICT, spaces.Discrete(2), "cpu", 1, n_steps=3, gamma=0.99)
+    last = {"a": np.array([[0.0, number]]), "b": np.zeros(1, int)}
+    for step in range(8):
+        obs = {name: value.copy() for name, value in last.items()}
+        last = last if in_place else {name: value.copy() for name, value in last.items()}
+        last["a"][:, 0], last["b"][:] = step + 1, (step + 1) % 4
+        buffer.add(obs, last, **rest(1))
+    assert sorted(set(buffer.storage.sample(200).key.tolist())) == [0, 1, 2, 3, 4]
+
+
+def test_steps_that_never_follow_each_other_say_so() -> None:
+    buffer, row = SB3ReplayBuffer(60, BOX, spaces.Discrete(2), "cpu", 1, n_steps=3, gamma=0.9), np.ones((1, 2))
+    with pytest.raises(RuntimeError, match="Add more first"):
+        buffer.sample(4)
+    for step in range(31):
+        buffer.add(row * step, row * step, **rest(1))
+    with pytest.raises(RuntimeError, match=r"sample\(4\) needs 3 steps.*of the 31 stored.*obs equals the next_obs"):
+        buffer.sample(4)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_the_first_steps_are_sampled_as_those_of_its_own_buffer(steps: int) -> None:
+    ours = SB3ReplayBuffer(60, DICT, spaces.Discrete(2), "cpu", ENVS, n_steps=3, gamma=0.9)
+    theirs = NStepReplayBuffer(60, BOX, spaces.Discrete(2), "cpu", ENVS, n_steps=3, gamma=0.9)
+    play([ours], steps, DICT, endings=0.0)
+    play([theirs], steps, endings=0.0)
+    # its method draws the environment itself
+    wanted, found = theirs._get_samples(np.full(80, steps - 1)), ours.sample(2 * ENVS)
+    rows = found.observations["a"]
+    assert len(rows.unique(dim=0)) == ENVS
+    others = [int((wanted.observations[:, 0] == row[0].double()).nonzero()[0, 0]) for row in rows]
+    torch.testing.assert_close(found.next_observations["a"], wanted.next_observations[others].float())
+    for name in ("actions", "rewards", "discounts", "dones"):
+        torch.testing.assert_close(getattr(found, name), getattr(wanted, name)[others])
+
+
+OURS = {sb3.DQN: PrioritizedDQN, sb3.SAC: PrioritizedSAC, sb3.TD3: PrioritizedTD3, sb3.DDPG: PrioritizedDDPG}
+
+
+@pytest.mark.parametrize("prioritized", [False, True], ids=["uniform", "prioritized"])
+@pytest.mark.parametrize("plain", OURS)
+def test_learning_can_start_with_the_first_step(plain: Any, prioritized: bool) -> None:
+    env = "CartPole-v1" if plain is sb3.DQN else "Pendulum-v1"
+    eager: dict[str, Any] = {"learning_starts": 0, "train_freq": 1}
+    its_own = small(plain, env, {}, n_steps=3, **eager)
+    if prioritized:
+        model = small(OURS[plain], env, {}, n_steps=3, **eager)
+    else:
+        model = small(plain, env, {"n_steps": 3, "gamma": 0.99}, replay_buffer_class=SB3ReplayBuffer, **eager)
+    for each in (its_own, model):
+        # the second call resets the environment before there are three steps in a row
+        each.learn(2)
+        each.learn(8)
+    assert model._n_updates == its_own._n_updates == 10
+    assert all(parameter.isfinite().all() for parameter in model.policy.parameters())
+
+
+def test_a_buffer_of_two_environments_does_not_go_on_with_one(tmp_path: Path) -> None:
+    one, two = (
+        small(sb3.DQN, make_vec_env("CartPole-v1", envs), {}, replay_buffer_class=SB3ReplayBuffer) for envs in (1, 2)
+    )
+    two.learn(40)
+    two.save_replay_buffer(tmp_path / "buffer.pkl")
+    one.load_replay_buffer(tmp_path / "buffer.pkl")
+    with pytest.raises(ValueError, match=r"2 environments \(n_envs\).*found 1\. Load .* as many environments"):
+        one.learn(40)
+    assert one.replay_buffer.size() == 20
+
+
 def test_a_reset_between_two_calls_of_learn_ends_what_was_open() -> None:
     buffer = SB3ReplayBuffer(60, BOX, spaces.Discrete(2), "cpu", 1, n_steps=3, gamma=0.99)
     rows = np.arange(24, dtype=np.float64).reshape(12, 1, 2)
@@ -123,7 +264,7 @@ def test_a_reset_between_two_calls_of_learn_ends_what_was_open() -> None:
     assert sorted(set(buffer.storage.sample(200).key.tolist())) == [0, 1, 5, 6]
 
 
-@pytest.mark.parametrize("kind, factor", [(PrioritizedSAC, 0.5), (PrioritizedTD3, 1.0)])
+@pytest.mark.parametrize("kind, factor", [(PrioritizedSAC, 0.5), (PrioritizedTD3, 1.0), (PrioritizedDDPG, 1.0)])
 def test_critics_weigh_their_losses_and_feed_their_errors_back(kind: Any, factor: float) -> None:
     kwargs = {"sampler": Proportional(1.0, beta=0.7, eps=0.0)}
     model = small(kind, "Pendulum-v1", kwargs)
@@ -158,7 +299,7 @@ def test_critics_weigh_their_losses_and_feed_their_errors_back(kind: Any, factor
     assert buffer.storage.priorities(list(last)).tolist() == pytest.approx(list(last.values()), abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", [PrioritizedDQN, PrioritizedSAC, PrioritizedTD3])
+@pytest.mark.parametrize("kind", OURS.values())
 def test_the_buffer_has_the_steps_the_gamma_and_the_seed_of_its_algorithm(kind: Any) -> None:
     env = "CartPole-v1" if kind is PrioritizedDQN else "Pendulum-v1"
     model = small(kind, env, {}, n_steps=3, gamma=0.5, seed=7)
@@ -257,10 +398,26 @@ def test_what_cannot_be_says_what_to_do() -> None:
         small(sb3.DQN, "CartPole-v1", {}, optimize_memory_usage=True, **ours)
     with pytest.raises(TypeError, match="replay_buffer_class=SB3ReplayBuffer.*DictReplayBuffer"):
         small(PrioritizedDQN, "CartPole-v1", {}, replay_buffer_class=DictReplayBuffer)
-    buffer, row = SB3ReplayBuffer(60, BOX, spaces.Discrete(2), "cpu", 2), np.zeros((2, 2))
-    with pytest.raises(TypeError, match=r"list of infos.*handle_timeout_termination=False"):
-        buffer.add(row, row, np.zeros(2, int), np.zeros(2), np.zeros(2, bool), {"episode": {}})  # type: ignore[arg-type]
+    buffer, row = SB3ReplayBuffer(60, BOX, spaces.Box(-1, 1, (3,)), "cpu", 2), np.zeros((2, 2))
+    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"infos": {"episode": {}}}, TypeError, r"list of infos.*handle_timeout_termination=False"),
+        ({"infos": [{}] * 3}, ValueError, "infos of the 2 environments.*found 3"),
+        ({"done": np.zeros((2, 1), bool)}, ValueError, r"needs done of shape \[2\].*found \[2, 1\]"),
+        ({"reward": 1.0}, ValueError, r"needs reward of shape \[2\].*found \[\]"),
+        ({"action": np.zeros((3, 2))}, ValueError, r"needs action of shape \[2, 3\].*found \[3, 2\]"),
+        ({"obs": {"a": row}}, KeyError, r"needs obs with obs; found obs\.a"),
+    ]
+    for other, error, message in refused:
+        with pytest.raises(error, match=message):
+            buffer.add(**{"obs": row, "next_obs": row, **rest(2, action=np.zeros((2, 3))), **other})
     assert buffer.size() == 0
+    for name in ("observations", "next_observations", "actions", "rewards", "dones", "timeouts"):
+        with pytest.raises(AttributeError, match=rf"no array '{name}'.*sample.*storage\.batches.*storage\[keys\]"):
+            getattr(buffer, name)
+    with pytest.raises(AttributeError, match=r"no array 'next_observations'"):
+        buffer._get_samples(np.zeros(1, int))
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        buffer.other  # noqa: B018
 
 
 # the returns that gpu_replay/integrations/README.md records

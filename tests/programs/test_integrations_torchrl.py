@@ -39,7 +39,7 @@ def test_rows_come_back_as_they_went_in() -> None:
     buffer = TensorDictReplayBuffer(20, batch_size=6, device="cpu")
     assert (len(buffer), buffer.buffer) == (0, None)
     assert "0 of 20 rows; Uniform" in repr(buffer)
-    assert buffer.extend(rows(0, 3, 4)).tolist() == list(range(12))
+    assert buffer.extend(rows(0, 3, 4).reshape(-1)).tolist() == list(range(12))
     assert int(buffer.add(rows(12, 1)[0])) == 12
     assert "13 of 20 transitions" in repr(buffer)
     batch, info = buffer.sample(return_info=True)
@@ -139,7 +139,14 @@ def test_bad_calls_say_what_to_do_and_store_nothing() -> None:
         (lambda: buffer.sample(3), RuntimeError, "no rows"),
         (lambda: buffer.dumps("nowhere"), RuntimeError, "no rows"),
         (lambda: TensorDictReplayBuffer(9, priority_key="a.b"), ValueError, r"'a\.b' has a dot.*\('a', 'b'\)"),
-        (lambda: buffer.extend({"a": torch.zeros(3)}), TypeError, "TensorDict; found dict"),
+        (lambda: buffer.extend({"a": torch.zeros(3)}), TypeError, "extend needs a TensorDict; found dict"),
+        (lambda: buffer.add({"a": torch.zeros(3)}), TypeError, "add needs a TensorDict; found dict"),
+        # rows of sequences, which TorchRL stores whole
+        (lambda: buffer.extend(rows(0, 4, 5)), ValueError, r"found batch size \[4, 5\].*data\.reshape\(-1\)"),
+        (lambda: buffer.add(rows(0, 4)), ValueError, r"found batch size \[4\].*extend\(data\)"),
+        (lambda: buffer.add(rows(0, 4, 5)), ValueError, r"found batch size \[4, 5\].*extend\(data\.reshape\(-1\)\)"),
+        (lambda: buffer.extend(rows(0, 1)[0]), ValueError, r"found batch size \[\].*add\(data\)"),
+        (lambda: buffer.extend(rows(0, 0)), ValueError, r"at least one row; found .* \[0\]"),
         (lambda: buffer.extend(rows(0, 3).set(("next", "name"), "a text")), TypeError, "'name'.*exclude"),
         (lambda: buffer.extend(dotted), KeyError, r"'a\.b' is given twice.*Rename"),
         (lambda: buffer.extend(unreal), ValueError, "finite"),
