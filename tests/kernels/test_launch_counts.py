@@ -6,6 +6,7 @@ Launches are planned once, and what goes straight to compiled code is of one kin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -13,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import CASES, GOALS, MORE_CASES, SAME_STEP, TWENTY, calls_of, distances, launches_of, made
-from launches import TARGETS, recorded, rows_of
+from kernel_cases import CASES, CLASSIC, GOALS, MORE_CASES, SAME_STEP, TWENTY, calls_of, distances, launches_of, made
+from launches import TARGETS, kernel_class, recorded, rows_of
 from programs import SAMPLERS
 
 from gpu_replay import Field, Hindsight, Proportional, RankBased, validation
@@ -316,3 +317,40 @@ def test_allocators_make_what_torch_makes(
             )
         )
         assert (made.dtype, made.shape, made.stride()) == (dtype, expected.shape, expected.stride())
+
+
+# Python functions that a call runs, where the host's time goes. On a GPU those of torch's streams, 2 a call, and of
+# Triton's launcher, 2 or 3 a launch, come to these
+MOST_CALLS = {"add": 17, "sample": 18, "update": 9}
+
+
+@pytest.mark.usefixtures("a_driver")
+def test_a_call_runs_few_python_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    # what is launched a second time goes straight to this, which is no Python function
+    compiled = SimpleNamespace(packed_metadata=(), function=0, run=partial(max, key=id))
+    found = {}
+    with recorded():
+        monkeypatch.setattr(kernel_class(), "run", lambda *arguments, **named: compiled)
+        monkeypatch.setattr(launching, "EMPTY_STRIDED", {"cpu": torch._C._dynamo.guards._empty_strided_cpu})
+        buffer = made(5_000, CLASSIC, Proportional())
+        given, keys, priorities = rows_of(buffer, 8), torch.arange(256), torch.ones(256)
+        calls = {
+            "add": partial(buffer.add, **given),
+            "sample": partial(buffer.sample, 256),
+            # priorities on a CPU are looked at before
+            "update": partial(buffer._draws.update, keys, priorities, True),
+        }
+        for _ in range(32):
+            calls["add"]()
+        for name, call in calls.items():
+            call()
+            call()
+            ran: list[str] = []
+            sys.setprofile(lambda frame, event, _, ran=ran: ran.append(event))  # type: ignore[misc]
+            call()
+            sys.setprofile(None)
+            found[name] = ran.count("call")
+    # comprehensions are functions in Python 3.11
+    assert {name: count for name, count in found.items() if count > MOST_CALLS[name]} == {}
+    # the launches were seen, so the test saw all
+    assert found["sample"] > 10
