@@ -7,6 +7,7 @@ rows kept beside, or, where something is wrong, with what was there before.
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import os
 import random
@@ -29,7 +30,7 @@ from programs import KINDS, SAMPLERS, any_program, run
 from ranks import ranks_of
 from refusals import whole_state
 from test_damage import DAMAGE
-from test_interrupts import MORE, under_signals
+from test_interrupts import MORE, interrupt_everywhere, large_calls, under_signals
 from test_kills import test_killed_at_random_moments_leaves_the_old_or_the_new_one
 from test_sharded import check_one_sided, one_sided
 from test_threads import SAMPLERS as OF_THREADS
@@ -42,6 +43,8 @@ from gpu_replay.console.atomic_files import write_text
 from gpu_replay.console.markdown import table
 
 ROUND_SECONDS = 60.0
+# after which a part that has not ended hangs
+MOST_SECONDS = 600.0
 # how the case that failed is run again, from the root of the checkout
 REPEAT = "cd tests; PYTHONPATH=helpers:durability python -c"
 NUMBERED = {"a": Field((3,), torch.int16), "n": Field((), torch.int64)}
@@ -103,10 +106,15 @@ def damage(seed: int) -> int:
 
 
 def interrupts(seed: int) -> int:
-    """A signal in the middle of each call of a buffer, beside a twin without."""
+    """A signal in the middle of each call of a buffer, beside a twin without; and an interrupt anywhere, also in the
+    standard library, of calls that could leave a lock held.
+    """
     draw = random.Random(seed)
     under_signals(draw.choice(("transitions", *STEPS)), draw.choice(list(MORE)), seed, rounds=120)
-    return 120
+    with tempfile.TemporaryDirectory() as folder, large_calls(Path(folder)) as calls:
+        for call in calls.values():
+            interrupt_everywhere(call, calls.values(), lambda total: draw.sample(range(total), 5))
+    return 120 + 5 * len(calls)
 
 
 def kills(seed: int) -> int:
@@ -117,21 +125,17 @@ def kills(seed: int) -> int:
 
 
 def threads(seed: int) -> int:
-    """Adders, learners, readers and savers of two buffers at once, whose batches are gathered on four threads."""
+    """Adders, learners, readers and savers of two buffers at once."""
     done: list[Any] = []
-    before, capacity = torch.get_num_threads(), 1500 + seed % 200
-    torch.set_num_threads(4)
-    try:
-        with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
-            for number in range(2):
-                buffer = made("cpu", OF_THREADS[(seed + number) % len(OF_THREADS)], capacity, capacity)
-                running.enter_context(adding(buffer, "cpu"))
-                # enough for a gather on several threads
-                for use in users(buffer, Path(folder) / str(number), 1200).values():
-                    running.enter_context(Adder(lambda use=use: done.append(use())))
-            time.sleep(1.5)
-    finally:
-        torch.set_num_threads(before)
+    capacity = 1500 + seed % 200
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
+        for number in range(2):
+            buffer = made("cpu", OF_THREADS[(seed + number) % len(OF_THREADS)], capacity, capacity)
+            running.enter_context(adding(buffer, "cpu"))
+            # batches of more than 1 MB
+            for use in users(buffer, Path(folder) / str(number), 1200).values():
+                running.enter_context(Adder(lambda use=use: done.append(use())))
+        time.sleep(1.5)
     return len(done)
 
 
@@ -194,6 +198,7 @@ def soak(minutes: float, seed: int) -> tuple[Counter[str], list[Job]]:
         def work(first: Job = job, said: int = writing, until: float = until) -> None:
             # with a copy of all jobs to come
             for name, argument in itertools.chain([first], jobs):
+                faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)
                 os.write(said, f"{PARTS[name](argument)}\n".encode())
                 if time.monotonic() > until:
                     break

@@ -222,7 +222,7 @@ class Checkpoint:
 
 
 def write_shards(folder: Path, plan: list[tuple[Part, ...]], tensors: Mapping[str, Tensor]) -> list[Shard]:
-    """Write the shards of a plan that the manifest in force does not name already, and sync all; in any order."""
+    """The shards of a plan in its order: those that the manifest in force does not name are written, and all synced."""
     token = secrets.token_hex(4)
     in_force = _intact_shards(folder)
     shards: list[Shard] = []
@@ -251,7 +251,8 @@ def write_shards(folder: Path, plan: list[tuple[Part, ...]], tensors: Mapping[st
         require_free(folder, sum(file_bytes(plan[place]) for place in changed))
         in_parallel(store, changed, stored)
     sync_folder(folder)
-    return shards
+    order = {parts: place for place, parts in enumerate(plan)}
+    return sorted(shards, key=lambda shard: order[shard.parts])
 
 
 def _rows_of(parts: tuple[Part, ...]) -> tuple[tuple[str, int, int], ...]:

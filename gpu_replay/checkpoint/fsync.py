@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,7 +86,11 @@ def save_lock(folder: Path, target: Path) -> Iterator[None]:
             )
         yield
     finally:
-        # a process that was forked meanwhile has the descriptor as well
-        with suppress(OSError):
+        # not `suppress`: a signal handler that raises in its Python code would leave the folder locked
+        try:
+            # a process that was forked meanwhile has the descriptor as well
             fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        except OSError:
+            pass
+        finally:
+            os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,15 @@ def progress_bar(total: float, **options: Any) -> Any:
     """tqdm with `options`, refreshed rarely where standard error is a log file. Raises ImportError without tqdm."""
     from tqdm import tqdm
 
+    class Bar(tqdm):
+        # without the thread that draws bars which nobody advances
+        monitor_interval = 0
+
+    # of its own: a signal handler that raises can leave the lock that all bars share held for ever
+    Bar.set_lock(threading.RLock())
     # in a log file every refresh is a line of its own
     interval = 0.2 if sys.stderr.isatty() else 30.0
-    return tqdm(total=total, file=sys.stderr, dynamic_ncols=True, mininterval=interval, **options)
+    return Bar(total=total, file=sys.stderr, dynamic_ncols=True, mininterval=interval, miniters=1, **options)
 
 
 @contextmanager

@@ -17,8 +17,8 @@ import os
 import re
 import stat
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.checkpoint.fsync import sync_file
+from gpu_replay.checkpoint.threads import Threads
 from gpu_replay.errors import CheckpointError
 
 SHARD_NAME = re.compile(r"piece-[0-9a-f]{8}-\d{5}\.safetensors")
@@ -157,28 +158,41 @@ def file_bytes(parts: tuple[Part, ...]) -> int:
 
 
 def in_parallel(work: Callable[[Item], Result], items: Sequence[Item], done: Callable[[Result], object]) -> None:
-    """Call `work` with each item, a few at a time in threads, and `done` here with the results in order.
+    """Call `work` with each item, a few at a time in threads, and `done` here with the results in any order.
 
     After an error no further call begins, and it is raised when those that had begun have ended.
     """
-    if len(items) < 2:
-        for item in items:
-            done(work(item))
-        return
-    with ThreadPoolExecutor(WORKERS) as pool:
+    left, threads, news = deque(items), Threads(), None
+
+    def run() -> None:
         try:
-            futures: list[Future[Result]] = []
-            # an interpreter that is ending starts no threads
-            with suppress(RuntimeError):
-                for item in items:
-                    futures.append(pool.submit(work, item))
-            for future in futures:
-                done(future.result())
-            for item in items[len(futures) :]:
-                done(work(item))
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+            while True:
+                try:
+                    item = left.popleft()
+                except IndexError:
+                    return
+                threads.news.put((work(item),))
+        except BaseException as error:
+            left.clear()
+            threads.news.put(error)
+
+    try:
+        # an interpreter that is ending starts no threads
+        with suppress(RuntimeError):
+            threads.start(run, min(WORKERS, len(items)) if len(items) > 1 else 0)
+        if not threads.running:
+            run()
+        while threads.running or not threads.news.empty():
+            news = threads.news.get()
+            if isinstance(news, BaseException):
+                raise news
+            if news is not None:
+                done(*news)
+    finally:
+        left.clear()
+        # an error and its frames would keep each other
+        news = None
+        threads.wait()
 
 
 def settle(tensors: Iterable[Tensor]) -> None:

@@ -7,6 +7,8 @@ they were loaded, so that machine code of other sources is never loaded, whateve
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import hashlib
 import os
 import sys
@@ -38,6 +40,13 @@ def _forget_lock() -> None:
     _lock = threading.Lock()
 
 
+@atexit.register
+def _wait_at_exit() -> None:
+    """Wait for a thread whose caller was interrupted: compilers do not survive the end of the interpreter."""
+    with _lock:
+        pass
+
+
 if hasattr(os, "register_at_fork"):
     # another thread of the parent may have held it
     os.register_at_fork(after_in_child=_forget_lock)
@@ -66,7 +75,8 @@ def inner(function: Function) -> Function:
 def loop(*signatures: str, **options: bool) -> Callable[[Callable[..., Any]], Loop]:
     """A loop that buffers call, through `ready()`.
 
-    signatures: types of the arguments, as Numba writes them. options: `nogil=True` for loops that threads share.
+    signatures: types of the arguments, as Numba writes them. options: `nogil=True` for loops of milliseconds, during
+    which other threads run.
     """
     return lambda function: Loop(function, signatures, options)
 
@@ -159,24 +169,32 @@ def compile_all() -> dict[str, float]:
 
 
 def _wait_for(work: Callable[[], None]) -> None:
-    """Run this in its own thread and raise its errors; print a note to a terminal if it takes long."""
+    """Run this in its own thread and raise its errors; print a note to a terminal if it takes long.
+
+    Locks are taken in C alone: `threading.Thread` takes some in Python code, where a signal handler that raises would
+    leave them held.
+    """
     global _seconds, _told
     errors: list[BaseException] = []
+    running = threading.Lock()
+    running.acquire()
 
     def run() -> None:
         try:
             work()
         except BaseException as error:
             errors.append(error)
+        finally:
+            running.release()
 
     begin = time.perf_counter()
-    thread = threading.Thread(target=run, name="gpu_replay compiling")
-    thread.start()
-    thread.join(max(0.0, _PATIENCE - _seconds))
-    if thread.is_alive() and not _told and sys.stderr.isatty():
+    _thread.start_new_thread(run, ())
+    ended = running.acquire(timeout=max(0.0, _PATIENCE - _seconds))
+    if not ended and not _told and sys.stderr.isatty():
         _told = True
         print("gpu_replay compiles its loops for this machine, once; they are kept for later runs.", file=sys.stderr)
-    thread.join()
+    if not ended:
+        running.acquire()
     _seconds += time.perf_counter() - begin
     if errors:
         raise errors[0]

@@ -21,12 +21,10 @@ from gpu_replay.ops.eligibility import Flag, Streams, endings
 from gpu_replay.ops.frame_tiles import moved_frames
 from gpu_replay.ops.launch import Launch, allocator
 from gpu_replay.ops.ring import as_numpy, as_sampled, tensor_of
-from gpu_replay.ops.threads import LARGE as LARGE_GATHER
-from gpu_replay.ops.threads import in_parts, threads_for
 from gpu_replay.ops.weights import NOTHING_TO_FINISH, Finish, Gather, weight_programs
 
 # bytes of a piece that is gathered and converted while it is in the cache
-_PIECE = 2**19
+_PIECE = 2**21
 # after such a step others are of another episode
 _ENDS = Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT
 
@@ -71,9 +69,7 @@ def gather_stacks(
         return tensor_of(out[:batch], field), tensor_of(out[batch:], field)
     converted = outputs.tensor(name, shape, field.output_dtype)
     sides = converted[:batch], converted[batch:]
-    # large enough that several threads gather it, and torch's own ones convert it, where there are any
-    size = _PIECE if threads_for(converted.nbytes) == 1 else 4 * _PIECE
-    piece = max(1, min(size // max(1, 2 * stack * field.row_bytes), batch))
+    piece = max(1, min(_PIECE // max(1, 2 * stack * field.row_bytes), batch))
     memory = np.empty((2 * piece, *shape[1:]), frames.dtype)
     for begin in range(0, batch, piece):
         end = min(begin + piece, batch)
@@ -86,17 +82,9 @@ def gather_stacks(
 
 def _gather_into(out: np.ndarray, frames: FrameStore, plan: np.ndarray, begin: int, end: int) -> None:
     """Copy the frames of the windows from `begin` to `end` to `out`, which holds them alone."""
-    ring, pool, gather = frames.ring, frames.pool, frames.gather
+    ring = frames.ring
     words = out.reshape(-1).view(ring.dtype).reshape(-1, ring.shape[1])
-    if out.nbytes < LARGE_GATHER:
-        gather(ring, pool, plan, begin, end, begin, words)
-        return
-
-    # the memory stays until the last thread is done, also where this one is interrupted
-    def copy(first: int, last: int) -> None:
-        gather(ring, pool, plan, begin + first, begin + last, begin, words)
-
-    in_parts(copy, end - begin, threads_for(out.nbytes))
+    frames.gather(ring, frames.pool, plan, begin, end, begin, words)
 
 
 def convert_into(out: Tensor, raw: Tensor, field: Field) -> None:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from gpu_replay.fields import Field
-from gpu_replay.ops.batch_memory import BatchMemory
+from gpu_replay.ops.batch_memory import LARGE, BatchMemory
 from gpu_replay.ops.launch import Launch, allocator
-from gpu_replay.ops.threads import LARGE, take_rows
 from gpu_replay.ops.weights import NOTHING_TO_FINISH, Finish, Gather, weight_programs
 
 Result = TypeVar("Result")
@@ -70,16 +69,15 @@ def gather_rows(rows: np.ndarray, field: Field, slots: np.ndarray) -> Tensor:
 
 
 def taken(rows: np.ndarray, slots: np.ndarray, memory: BatchMemory | None = None, name: str = "") -> np.ndarray:
-    """Host: (B, ...) rows of an array at slots that exist, on several threads where they are large.
+    """Host: (B, ...) rows of an array at slots that exist.
 
     memory: where that of large ones comes from, for the field `name`; None: it is new.
     """
-    if slots.size * rows.nbytes < LARGE * len(rows):
+    if memory is None or slots.size * rows.nbytes < LARGE * len(rows):
         return rows.take(slots, axis=0)
-    shape = (slots.size, *rows.shape[1:])
-    out = np.empty(shape, rows.dtype) if memory is None else memory.array(name, shape, rows.dtype)
-    take_rows(rows, slots, out)
-    return out
+    out = memory.array(name, (slots.size, *rows.shape[1:]), rows.dtype)
+    # clipping changes no slot that exists; it is the mode that writes straight into `out`
+    return rows.take(slots, 0, out, "clip")
 
 
 def tensor_of(rows: np.ndarray, field: Field) -> Tensor:

@@ -14,7 +14,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import blake2b
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from gpu_replay.base.refusals import refuse_in_forks
 from gpu_replay.checkpoint.config import difference
+from gpu_replay.checkpoint.threads import Threads
 from gpu_replay.engines.storage import check_device
 from gpu_replay.validation import check_float
 
@@ -282,21 +282,34 @@ class Group:
         Meanwhile the ranks exchange a message in each round, so that a rank that dies is noticed within the timeout,
         while a slow one is waited for. If the work raises on one rank, all ranks raise.
         """
-        # torch.cuda.set_device holds for one thread
-        enter = (lambda: torch.cuda.set_device(self.device)) if self.device.type == "cuda" else None
-        pause, done = min(_LONGEST_ROUND, self.timeout / _ROUND_SHARE), 0
-        with ThreadPoolExecutor(1, initializer=enter) as pool:
-            future = pool.submit(work)
+        results: list[Result] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                if self.device.type == "cuda":
+                    # holds for one thread
+                    torch.cuda.set_device(self.device)
+                results.append(work())
+            except BaseException as error:
+                errors.append(error)
+
+        pause, done, threads = min(_LONGEST_ROUND, self.timeout / _ROUND_SHARE), 0, Threads()
+        try:
+            threads.start(run)
             while done < self.size:
-                finished = len(wait([future], 0.0 if future.done() else pause).done)
-                done = int(self.all_reduce(torch.tensor(finished, device=self.device)).wait(on_host=True))
+                finished = torch.tensor(int(threads.wait(pause)), device=self.device)
+                done = int(self.all_reduce(finished).wait(on_host=True))
+        finally:
+            threads.wait()
 
         def ended() -> Offer:
-            future.result()
+            if errors:
+                raise errors.pop()
             return {}, None
 
         self.agree(name, ended)
-        return future.result()
+        return results[0]
 
 
 def row_length(ranks: int) -> int:

@@ -1,7 +1,8 @@
 """A call that raises, wherever and for whatever reason, leaves the buffer whole: as it was, its next draws too.
 
 On the host every line that a call runs in the package, and every operation that it calls, raises once. The last line of
-a call is one operation that does all that is not put back; after it there is nothing left to do but return.
+a call is one operation that does all that is not put back; after it there is nothing left to do but return. Lines of
+the standard library raise too, after which another thread uses the buffer: no lock may be held for ever.
 
 On a device every launch of a call raises once before it is made, and once after; so does every operation of torch
 between them, allocations among them. What was launched cannot be had back: a buffer whose `add` is interrupted in its
@@ -10,7 +11,9 @@ middle says so and must be cleared or loaded.
 
 from __future__ import annotations
 
+import _thread
 import copy
+import faulthandler
 import gc
 import linecache
 import os
@@ -18,14 +21,18 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from children import in_a_child, needs_fork
 from devices import host_only
 from launches import kernel_class
 from places import ENVS, STEPS, given, make, reached
@@ -35,8 +42,10 @@ from trees import check_sums
 from twins import check_batches
 
 import gpu_replay
-from gpu_replay import Combined, Field, Hindsight, Proportional, RankBased, ReplayBuffer
+from gpu_replay import Combined, Field, Hindsight, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay.checkpoint import progress, shards
 from gpu_replay.engines import device_trajectory
+from gpu_replay.sharded.group import Group
 
 COMPILED = find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") == "0"
 on_the_host = [
@@ -155,16 +164,30 @@ def chosen(*quick: tuple[str, str], names: Any = MORE) -> pytest.MarkDecorator:
 # on the host
 
 
-def places_of(call: Callable[[], Any], at: int = NOWHERE, error: type[BaseException] = Interruption) -> int:
+def places_of(
+    call: Callable[[], Any], at: int = NOWHERE, error: type[BaseException] = Interruption, *, everywhere: bool = False
+) -> int:
     """Make a call, and raise at so many places of the package; returns how many it passed.
 
-    A place is a line, before it runs, and a function that is not written in Python, before it is called: operations on
-    arrays among them.
-    """
-    count, seen = 0, set()
+    everywhere: in all modules, those of the standard library among them.
 
-    def pass_by() -> None:
+    A place is a line, before it runs, and a function that is not written in Python, before it is called: operations on
+    arrays among them. Everywhere it is also the entry of a function and the return from one that is not written in
+    Python, where the interpreter handles signals; what the same line of the same caller passes again counts once.
+    """
+    count, seen, passed = 0, set(), set()
+
+    def watched(frame: FrameType) -> bool:
+        file = frame.f_code.co_filename
+        return file != __file__ if everywhere else file.startswith(PACKAGE)
+
+    def pass_by(frame: FrameType, *what: object) -> None:
         nonlocal count
+        if everywhere:
+            place = *what, *((each.f_code, each.f_lineno) for each in (frame, frame.f_back) if each)
+            if place in passed:
+                return
+            passed.add(place)
         count += 1
         # once: what puts things back is not interrupted
         if count == at + 1:
@@ -172,21 +195,27 @@ def places_of(call: Callable[[], Any], at: int = NOWHERE, error: type[BaseExcept
 
     def line(frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
-            place = frame, frame.f_lineno
+            place, text = (frame, frame.f_lineno), linecache.getline(frame.f_code.co_filename, frame.f_lineno)
             # a `with` block is left in its first line: the lock is already free for all that can come then
-            leaves = place in seen and "with " in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            leaves = place in seen and "with " in text
             seen.add(place)
-            if not leaves:
-                pass_by()
+            # an error at a `try` itself leaves the `with` blocks around it entered; nothing is called there
+            if not leaves and not (everywhere and text.strip() == "try:"):
+                pass_by(frame, event)
         return line
 
-    def entered(frame: FrameType, *_: Any) -> Any:
-        return line if frame.f_code.co_filename.startswith(PACKAGE) else None
+    def entered(frame: FrameType, event: str, _: Any) -> Any:
+        if not watched(frame):
+            return None
+        if everywhere:
+            pass_by(frame, event)
+        return line
 
     def called(frame: FrameType, event: str, function: Any) -> None:
-        lock = getattr(function, "__name__", "") in ("__enter__", "__exit__")
-        if event == "c_call" and frame.f_code.co_filename.startswith(PACKAGE) and not lock:
-            pass_by()
+        name = getattr(function, "__name__", "")
+        begins = event == "c_call" and name not in ("__enter__", "__exit__")
+        if (begins or (everywhere and event == "c_return")) and watched(frame):
+            pass_by(frame, event, name)
 
     before = sys.gettrace()
     sys.setprofile(called)
@@ -196,6 +225,8 @@ def places_of(call: Callable[[], Any], at: int = NOWHERE, error: type[BaseExcept
     finally:
         sys.settrace(before)
         sys.setprofile(None)
+        # a generator ends, and releases what it holds, when nobody keeps its frame
+        seen.clear()
     return count
 
 
@@ -264,6 +295,30 @@ class TestHost:
                 every = 197 if each == "extend" else 29 + number if steps else 9
                 check_every_place(kind, name, adds, call, (3 if each == "extend" else 1) if full else every)
 
+    @needs_fork
+    @pytest.mark.parametrize("name", ["sample", "stacks", "add and save", "load"])
+    def test_an_interrupt_anywhere_leaves_no_lock_held(self, name: str, full: bool, tmp_path: Path) -> None:
+        every = 1 if full else 7 if name.startswith("s") else 97
+
+        def work() -> int:
+            with large_calls(tmp_path) as calls:
+                return interrupt_everywhere(calls[name], calls.values(), lambda total: range(0, total, every))
+
+        assert in_a_child(work) > 200
+
+    @needs_fork
+    def test_an_interrupt_of_ranks_that_work_together_leaves_no_thread_behind(self) -> None:
+        def work() -> int:
+            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+            group = Group(None, "cpu", 20.0)
+
+            def together() -> None:
+                assert group.together(lambda: 7, "save") == 7
+
+            return interrupt_everywhere(together, [together], range)
+
+        assert in_a_child(work) > 100
+
     @pytest.mark.parametrize("call", ["clear", "load"])
     @chosen(*((kind, "proportional") for kind in KINDS[::2]), names=("proportional", "uniform", "rank"))
     def test_a_clear_or_a_load_that_is_interrupted_is_whole_or_empty(
@@ -288,6 +343,85 @@ class TestHost:
         # rows that take as long to copy as a signal takes to come
         fields = {**new(kind, name).fields, "large": Field((8000,), torch.float32)}
         assert under_signals(kind, name, 5, 300 if full else 100, fields=fields) > 25
+
+
+NUMBERED = {"obs": Field((64, 64), torch.uint8, torch.float32, 0.5), "n": Field((), torch.int64)}
+
+
+def numbered(buffer: Any, rows: int) -> dict[str, torch.Tensor]:
+    """Rows of 4 KB that hold their keys."""
+    keys = torch.arange(buffer.added, buffer.added + rows)
+    return {"obs": (keys % 251).to(torch.uint8)[:, None, None].expand(rows, 64, 64), "n": keys}
+
+
+def check_numbered(batch: Any) -> None:
+    newest = batch.obs[:, -1] if batch.obs.dim() == 4 else batch.obs
+    assert torch.equal(batch.n, batch.key)
+    assert torch.equal(newest, (batch.key % 251 / 2)[:, None, None].expand(-1, 64, 64))
+
+
+@contextmanager
+def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
+    """Calls that move 1 MB, on two threads where there are any, and checkpoints of many shards."""
+    rows = ReplayBuffer(300, NUMBERED, sampler=Proportional(), device="cpu")
+    steps = TrajectoryReplayBuffer(300, 1, {**NUMBERED, "action": Field((), torch.int64)}, stack=2, device="cpu")
+    rows.add(**numbered(rows, 300))
+    many = {name: value[:, None] for name, value in numbered(steps, 200).items()}
+    no, path = torch.zeros(200, 1, dtype=torch.bool), folder / "checkpoint"
+    steps.extend(**many, action=many["n"], reward=many["n"].float(), terminated=no, truncated=no)
+
+    def add_and_save() -> None:
+        rows.add(**numbered(rows, 5))
+        rows.save(path)
+
+    def load() -> None:
+        found = ReplayBuffer.load(path, device="cpu")
+        check_numbered(found[found.keys()])
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with mock.patch.object(shards, "SHARED_SHARD_BYTES", 100_000), mock.patch.object(progress, "SHOWN_FROM", 0):
+            yield {
+                "sample": lambda: check_numbered(rows.sample(260)),
+                "stacks": lambda: check_numbered(steps.sample(64)),
+                "add and save": add_and_save,
+                "load": load,
+            }
+    finally:
+        torch.set_num_threads(threads)
+
+
+def interrupt_everywhere(
+    call: Callable[[], Any], others: Iterable[Callable[[], Any]], chosen: Callable[[int], Iterable[int]]
+) -> int:
+    """Interrupt a call at the chosen ones of its places; returns how many there are.
+
+    After each the others are made in another thread, which waits for any lock that is still held, and all threads that
+    the call started must end. A process that waits for a minute ends with exit code 1.
+    """
+
+    def use() -> None:
+        for each in others:
+            each()
+
+    faulthandler.dump_traceback_later(60, exit=True)
+    for _ in range(2):
+        use()
+        call()
+    running, total = _thread._count(), places_of(call, everywhere=True)
+    try:
+        for at in chosen(total):
+            faulthandler.dump_traceback_later(60, exit=True)
+            with suppress(KeyboardInterrupt):
+                places_of(call, at, KeyboardInterrupt, everywhere=True)
+            with ThreadPoolExecutor(1) as other:
+                other.submit(use).result()
+            while _thread._count() > running:
+                time.sleep(0.001)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return total
 
 
 def interrupted(call: Callable[[], Any], seconds: float) -> bool:

@@ -1,28 +1,20 @@
-"""Threads: one adds while others sample, update, read and save, and no transition, stack or window is ever torn; large
-gathers are made by several threads, of one buffer or of many at once.
-"""
+"""Threads: one adds while others sample, update, read and save, and no transition, stack or window is ever torn."""
 
 from __future__ import annotations
 
 import itertools
-import random
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from children import in_a_child, needs_fork
 from devices import device_fixture as device_fixture
-from devices import host_only, scale
-from programs import KINDS, any_program, run
+from devices import scale
 
 from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
-from gpu_replay.ops import frames, ring, threads
 
 pytestmark = pytest.mark.contract
 
@@ -195,72 +187,3 @@ def test_no_stack_or_window_is_torn_while_another_thread_adds(device: str) -> No
             buffer.update_priorities(batch.key, batch.reward)
     assert buffer.added > 10 * ENVS
     assert buffer.total_mass() == int(buffer.masses().sum())
-
-
-# gathers on several threads
-
-
-@pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every gather is a large one, for three threads."""
-    before = torch.get_num_threads()
-    for module, name in ((threads, "LARGE"), (ring, "LARGE"), (frames, "LARGE_GATHER")):
-        monkeypatch.setattr(module, name, 1)
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
-@host_only
-@pytest.mark.usefixtures("large")
-@pytest.mark.parametrize("kind", KINDS)
-def test_buffers_of_several_threads_gather_on_several_threads_as_on_one(kind: str) -> None:
-    def play(seed: int) -> None:
-        program = any_program(random.Random(seed), kind, "replacement", calls=40)
-        # what is refused silences warnings, in all threads
-        run(program._replace(calls=[call for call in program.calls if call[0] != "refused"]))
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(play, range(6)))
-    assert any(thread.name.startswith("gpu_replay gather") for thread in threading.enumerate())
-
-
-@pytest.mark.parametrize("here", [True, False], ids=["this thread", "another"])
-def test_what_a_thread_raises_is_raised_when_all_are_done(here: bool) -> None:
-    """Or the others would write rows of a batch that somebody reads."""
-    together = threading.Barrier(2, timeout=20)
-    begun: list[bool] = []
-    done: list[bool] = []
-
-    def work(begin: int, end: int) -> None:
-        mine = threading.current_thread() is threading.main_thread()
-        if mine not in begun:
-            begun.append(mine)
-            together.wait()
-        if mine == here:
-            raise ValueError("of a row")
-        begun.append(mine)
-        time.sleep(0.05)
-        done.append(mine)
-
-    with pytest.raises(ValueError, match="of a row"):
-        threads.in_parts(work, 60, 2)
-    # each of the two has begun once more than it made pieces
-    assert len(begun) == len(done) + 2 > 2
-
-
-@pytest.mark.parametrize("wanted", [2, 3, 16])
-@pytest.mark.parametrize("count", [2, 3, 67, 256, 65_536])
-def test_pieces_are_all_rows_once(count: int, wanted: int) -> None:
-    pieces: list[tuple[int, int]] = []
-    threads.in_parts(lambda begin, end: pieces.append((begin, end)), count, wanted)
-    pieces.sort()
-    assert [begin for begin, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
-    assert pieces[-1][1] == count
-    assert min(count, wanted) <= len(pieces) <= 4 * wanted
-
-
-@needs_fork
-def test_a_forked_process_makes_its_own() -> None:
-    test_pieces_are_all_rows_once(6, 3)
-    in_a_child(lambda: test_pieces_are_all_rows_once(6, 3))

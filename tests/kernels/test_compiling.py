@@ -7,11 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+from children import in_a_child, needs_fork
+from test_interrupts import interrupt_everywhere
 
-from gpu_replay.loops import tree
+from gpu_replay.loops import compiling, tree
 from gpu_replay.loops.compiling import compiler
 from gpu_replay.loops.constants import Counter
 
@@ -148,3 +151,16 @@ def test_loops_as_python_do_what_compiled_ones_do() -> None:
             [each.tolist() for each in (flat, low, high, noted, counters, slots, probability, ratio)] + [*found]
         )
     assert both[0] == both[1]
+
+
+@needs_fork
+def test_an_interrupt_leaves_no_thread_behind() -> None:
+    def work() -> int:
+        def ready() -> None:
+            compiling.Loop(lambda: None, (), {}).ready()
+
+        # what takes no time is compiled as often as there are places
+        with mock.patch.object(compiling, "compiler", return_value=None):
+            return interrupt_everywhere(ready, [ready], range)
+
+    assert in_a_child(work) > 20

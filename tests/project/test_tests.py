@@ -21,7 +21,7 @@ KNOWN = {
     "engines": "places of fields that a machine lacks, and mapped files that count what is read",
     "graphs": "graphs and streams without a GPU",
     "ops._backend": "which code a call is made of",
-    "ops": "counters past 2^31 and their names, sizes above which work is divided, threads that are held up",
+    "ops": "counters past 2^31 and their names, the sums above masses",
 }
 
 
