@@ -43,7 +43,7 @@ class DeviceEngine:
         def make_unfinished(batch: int, scheduled: bool) -> Callable[[float | None], Unfinished]:
             held: list[tuple[Tensor, Callable[[], dict[str, Tensor]]]] = []
 
-            def make_gather(end: Finish) -> Gather:
+            def make(end: Finish) -> Gather:
                 read, finish = reads(batch), plan_gather({}, {}, batch, counters, end)
 
                 def gather(slots: Tensor, *arguments: Any) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ class DeviceEngine:
 
                 return gather
 
-            sample = draws.make_sample(batch, scheduled, make_gather)
+            sample = draws.make_sample(batch, scheduled, make)
 
             def unfinished(beta: float | None) -> Unfinished:
                 held.clear()

@@ -89,11 +89,11 @@ def drawn_on_device(buffer: Any, batch: int, skipped: int = 0) -> dict[str, torc
     """A sample of no fields, with its slots."""
     draws = buffer._engine.draws
 
-    def make_gather(end: Any) -> Any:
+    def make(end: Any) -> Any:
         finish = plan_gather({}, {}, batch, buffer._counters, end)
         return lambda slots, *others: finish(slots, *others) | {"slots": slots.clone()}
 
-    return draws.make_sample(batch, False, make_gather, skipped=skipped)(0.5)
+    return draws.make_sample(batch, False, make, skipped=skipped)(0.5)
 
 
 def some_codes(slots: int, seed: int, *, empty: float = 0.3) -> np.ndarray:
