@@ -45,6 +45,8 @@ class HostSampler:
             codes.host = codes.host._replace(noted=self._ranks.noted)
         tree = (_NONE,) * 5 if state.tree is None else state.tree.host
         self.arrays = self.counters, self.times_sampled, *tree
+        rule = state.rule
+        self._update_arguments = rule.ordered, rule.limit, self.capacity, state.tracks_eligibility, self.counters, *tree
         self._finish = ring_loops.finish.ready()
         self.reseed(seed)
 
@@ -163,7 +165,5 @@ class HostSampler:
             first, added = self.span()
             self.counters[Counter.STALE] += np.count_nonzero((keys < first) | (keys >= added))
         else:
-            rule, contiguous = self.state.rule, plain(keys)
-            settings = rule.limit, self.capacity, self.state.tracks_eligibility
-            masses = rule.uncut(priorities)
-            tree_loops.update.ready()(contiguous, masses, *settings, self.counters, *self._tree.host)
+            contiguous, numbers = plain(keys), self.state.rule.numbers(priorities)
+            tree_loops.update.ready()(contiguous, numbers, *self._update_arguments)

@@ -123,21 +123,33 @@ def shifted(priorities, eps, clip, least, numbers):
         numbers[row] = max(min(abs(np.float64(priorities[row])) + eps, clip), least)
 
 
-@loop("(float64[::1], int64[::1])")
-def rounded(powers, masses):
-    """The (B,) masses of (B,) powers."""
-    for row in range(powers.size):
+@inner
+def masses_of(numbers, ordered):
+    """The (B,) masses of (B,) powers before they are cut, or, if `ordered`, the codes of |priorities|: they overwrite
+    the numbers.
+    """
+    masses = numbers.view(np.int64)
+    for row in range(numbers.size):
         # the cast truncates, which is the floor of a positive number
-        masses[row] = max(np.int64(powers[row] * 1048576.0 + 0.5), 1)
+        masses[row] = masses[row] + 1 if ordered else max(np.int64(numbers[row] * 1048576.0 + 0.5), 1)
+    return masses
 
 
-@loop(f"(int64[::1], int64[::1], int64, int64, boolean, int64[::1], {_TREE}, int64[::1])")
-def update(keys, masses, limit, capacity, tracks_eligibility, counters, flat, starts, low, high, noted):
+@loop("(float64[::1], boolean)")
+def masses(numbers, ordered):
+    """Call `masses_of` from Python."""
+    return masses_of(numbers, ordered)
+
+
+@loop(f"(int64[::1], float64[::1], boolean, int64, int64, boolean, int64[::1], {_TREE}, int64[::1])")
+def update(keys, numbers, ordered, limit, capacity, tracks_eligibility, counters, flat, starts, low, high, noted):
     """Give live keys their masses; the last of a repeated key wins.
 
-    keys, masses: (B,), masses before the cut to `limit`. tracks_eligibility: whether slots of mass 0 stay at 0.
+    keys:     (B,). numbers, ordered: as in `masses_of`. limit: that masses are cut to.
+    tracks_eligibility: whether slots of mass 0 stay at 0.
     counters: count the largest mass given, keys that were not live, and masses that were cut.
     """
+    masses = masses_of(numbers, ordered)
     batch, levels, added = keys.size, starts.size - 1, counters[_ADDED]
     first = max(counters[_FIRST], added - capacity)
     lap = first - first % capacity

@@ -7,7 +7,9 @@ all slots fits 63 bits whatever is given. A slot that must not be drawn has mass
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -41,40 +43,34 @@ class MassRule:
         """The rule for a buffer of so many slots; `clip=None` cuts nothing."""
         return cls(alpha, eps, math.inf if clip is None else clip, 2**62 // slots)
 
-    def uncut(self, priorities: np.ndarray) -> np.ndarray:
-        """The (B,) int64 masses of (B,) finite float32 or float64 priorities, before they are cut to the limit."""
-        powers, masses = self.powers(priorities), np.empty(priorities.size, dtype=np.int64)
-        loops.rounded.ready()(powers, masses)
-        return masses
-
     def masses(self, priorities: np.ndarray) -> tuple[np.ndarray, int, int]:
         """The (B,) int64 masses of (B,) finite float32 or float64 priorities, the largest of them, and how many were
         cut. B is at least 1.
         """
-        masses = self.uncut(priorities)
+        masses = loops.masses.ready()(self.numbers(priorities), False)
         largest, saturated = int(masses.max()), 0
         if largest > self.limit:
             largest, saturated = self.limit, int(np.count_nonzero(masses > self.limit))
             np.minimum(masses, self.limit, out=masses)
         return masses, largest, saturated
 
-    def powers(self, priorities: np.ndarray) -> np.ndarray:
-        """(B,) float64: min(|priority| + eps, clip) ** alpha of (B,) finite priorities, no more than 2**42.5.
+    def numbers(self, priorities: np.ndarray) -> np.ndarray:
+        """(B,) float64: min(|priority| + eps, clip) ** alpha of (B,) finite priorities, no more than about 2**42.5.
 
         Written as exp2(log2(x) * alpha) because the kernels have these two functions, not `pow`; NumPy's, since those
-        of a compiler may round otherwise.
+        of a compiler round otherwise.
         """
         x = np.empty(priorities.size)
-        loops.shifted.ready()(plain(priorities), self.eps, self.clip, self.least, x)
+        loops.shifted.ready()(plain(priorities), self.eps, *self._bounds, x)
         np.log2(x, x)
         x *= self.alpha
-        np.minimum(x, TOP_EXPONENT, out=x)
         return np.exp2(x, x)
 
-    @property
-    def least(self) -> float:
-        """The lower limit of priorities; 0 where `eps` makes all of them larger."""
-        return TINY if self.eps < TINY else 0.0
+    @cached_property
+    def _bounds(self) -> tuple[float, float]:
+        """The largest number whose power is taken, which is then at least that of any limit, and the smallest."""
+        top = 2 ** (TOP_EXPONENT / self.alpha) if self.alpha * 1024 > TOP_EXPONENT else sys.float_info.max
+        return min(self.clip, top), TINY if self.eps < TINY else 0.0
 
     def mass(self, priority: float) -> int:
         """The mass of one priority."""
@@ -101,17 +97,14 @@ class OrderRule:
     eps: ClassVar[float] = 0.0
     clip: ClassVar[float] = math.inf
     limit: ClassVar[int] = 2**63 - 1
-    least: ClassVar[float] = 0.0
 
-    def uncut(self, priorities: np.ndarray) -> np.ndarray:
-        """The (B,) int64 codes of (B,) finite priorities."""
-        codes = np.abs(priorities, dtype=np.float64).view(np.int64)
-        codes += 1
-        return codes
+    def numbers(self, priorities: np.ndarray) -> np.ndarray:
+        """(B,) float64: |priority| of (B,) finite priorities, whose bits make the codes."""
+        return np.abs(priorities, dtype=np.float64)
 
     def masses(self, priorities: np.ndarray) -> tuple[np.ndarray, int, int]:
         """The (B,) int64 codes of (B,) finite priorities, the largest of them, and 0: none is ever cut."""
-        codes = self.uncut(priorities)
+        codes = loops.masses.ready()(self.numbers(priorities), True)
         return codes, int(codes.max()), 0
 
     def mass(self, priority: float) -> int:

@@ -132,7 +132,7 @@ def test_loops_as_python_do_what_compiled_ones_do() -> None:
     starts = np.array([0, 320, 352], dtype=np.int64)
     both = []
     masses = random.integers(0, 2**40, 300) * (random.random(300) < 0.7)
-    doubles, keys, given = random.random(40), random.integers(280, 700, 60), random.integers(1, 2**41, 60)
+    doubles, keys, powers = random.random(40), random.integers(280, 700, 60), np.exp2(random.uniform(-25, 21, 60))
     for ready in (lambda each: each.ready(), lambda each: each.function):
         flat, low, high = np.zeros(352, np.int64), np.zeros(20, np.int64), np.zeros(20, np.int64)
         noted, counters = np.zeros(31, np.int64), np.zeros(17, np.int64)
@@ -142,7 +142,9 @@ def test_loops_as_python_do_what_compiled_ones_do() -> None:
         slots, probability, ratio = np.zeros(40, np.int64), np.zeros(40, np.float32), np.zeros(40)
         known = flat, starts, low, doubles, True, True, 7, int(masses.sum()) - 9, int(masses.sum())
         ready(tree.draw)(*known, slots, probability, ratio)
-        ready(tree.update)(keys, given, 2**40, 300, True, counters, flat, starts, low, high, noted)
+        for ordered in (True, False):
+            settings = ordered, 2**40, 300, True, counters, flat, starts, low, high, noted
+            ready(tree.update)(keys, powers.copy(), *settings)
         found = (
             ready(tree.lowest)(flat, low),
             ready(tree.mass_before)(flat, starts, 77),
