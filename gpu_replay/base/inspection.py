@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.checkpoint.config import field_from, sampler_from
-from gpu_replay.checkpoint.joint import JointCheckpoint, Share
+from gpu_replay.checkpoint.joint import BufferCheckpoint, Share
 from gpu_replay.checkpoint.shards import Part
 from gpu_replay.checkpoint.state import BufferState
 from gpu_replay.errors import CheckpointError
@@ -131,36 +131,34 @@ def of_checkpoint(path: str | os.PathLike[str]) -> BufferReport:
         if not manifests:
             raise CheckpointError(f"{path} holds neither a checkpoint of a buffer nor a run with one.")
         folder = manifests[-1].parent
-    try:
-        joint = JointCheckpoint(folder, kinds=None)
-        share, saved = Share(1, 0, joint.capacity), joint.checkpoint
-        counters = joint.counters(share)
+    saved = BufferCheckpoint(folder, kinds=None)
+    with saved.refusing("the manifest is not of a replay buffer"):
+        share, stored = Share(1, 0, saved.capacity), saved.checkpoint
+        counters = saved.counters(share)
         columns = {}
         for name in _OF_ROWS:
-            if joint.tensor_name(0, name) in saved.tensor_names:
-                dtype, _ = saved.shape_of(joint.tensor_name(0, name))
-                columns[name] = torch.empty(min(counters["ADDED"], joint.capacity), dtype=dtype, device="cpu")
-        joint.fill(columns, share)
-        return _report(joint.config, counters, columns, lambda name, slots: _stored_rows(joint, share, name, slots))
-    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: the manifest is not of a replay buffer: {error}") from None
+            if saved.tensor_name(0, name) in stored.tensor_names:
+                dtype, _ = stored.shape_of(saved.tensor_name(0, name))
+                columns[name] = torch.empty(min(counters["ADDED"], saved.capacity), dtype=dtype, device="cpu")
+        saved.fill(columns, share)
+        return _report(saved.config, counters, columns, lambda name, slots: _stored_rows(saved, share, name, slots))
 
 
-def _stored_rows(joint: JointCheckpoint, share: Share, name: str, slots: np.ndarray) -> Tensor:
+def _stored_rows(saved: BufferCheckpoint, share: Share, name: str, slots: np.ndarray) -> Tensor:
     """The rows of a tensor at these slots of the share; only the files that hold some are read."""
-    ranks, chosen = {joint.tensor_name(rank, name): rank for rank in range(joint.ranks)}, torch.from_numpy(slots)
-    dtype, shape = joint.checkpoint.shape_of(joint.tensor_name(0, name))
+    ranks, chosen = {saved.tensor_name(rank, name): rank for rank in range(saved.ranks)}, torch.from_numpy(slots)
+    dtype, shape = saved.checkpoint.shape_of(saved.tensor_name(0, name))
     out = torch.empty((len(slots), *shape[1:]), dtype=dtype, device="cpu")
 
     def holds(part: Part) -> bool:
-        return part.name in ranks and bool(torch.isin(joint.slots_of(part, ranks[part.name], share)[1], chosen).any())
+        return part.name in ranks and bool(torch.isin(saved.slots_of(part, ranks[part.name], share)[1], chosen).any())
 
     def use(part: Part, stored: Tensor) -> None:
-        live, at = joint.slots_of(part, ranks[part.name], share)
+        live, at = saved.slots_of(part, ranks[part.name], share)
         row, place = (at[:, None] == chosen).nonzero(as_tuple=True)
         out[place] = stored[live][row]
 
-    joint.checkpoint.read_parts(holds, Part.empty, use)
+    saved.checkpoint.read_parts(holds, Part.empty, use)
     return out
 
 

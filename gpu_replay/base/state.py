@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gpu_replay.base.refusals import class_only, refuse_for_spawned, refuse_in_forks
 from gpu_replay.checkpoint import state as checkpoint_state
-from gpu_replay.checkpoint.config import arguments_of, config_of
-from gpu_replay.checkpoint.joint import open_saved
+from gpu_replay.checkpoint.config import config_of
+from gpu_replay.checkpoint.joint import KIND, NO_SETTINGS, SINGLE, BufferCheckpoint, Share
 from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.host_sampler import HostSampler
@@ -193,13 +193,14 @@ class StatefulBuffer(ABC):
         Raises MemoryError for a buffer with `storage_path` whose fields are larger than the memory that is free.
         """
         with self._alone():
-            return checkpoint_state.snapshot(self._buffer_state(), check=self._check_copy)
+            if self._placement.path is not None:
+                self._check_copy()
+            return checkpoint_state.snapshot(self._buffer_state())
 
-    def _check_copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise MemoryError where copies of fields on a disk are known not to fit into memory."""
-        if self._placement.path is None:
-            return
-        needed, free = sum(tensor.nbytes for tensor in tensors.values()), free_bytes(torch.device("cpu"))
+    def _check_copy(self) -> None:
+        """Raise MemoryError where a copy of what is stored is known not to fit into memory."""
+        views, free = self._state_tensors(self._draws.span()[1]), free_bytes(torch.device("cpu"))
+        needed = sum(tensor.nbytes for tensor in views.values())
         if free is not None and needed > free:
             raise MemoryError(
                 f"a copy of what the buffer holds needs {needed:,} bytes of memory, where {free:,} are free. Use "
@@ -261,18 +262,20 @@ class StatefulBuffer(ABC):
 
         check: raises where the saved arguments do not allow those given.
         """
-        saved = open_saved(path, cls.__name__)
-        with saved.refusing(saved.NO_SETTINGS):
-            arguments = arguments_of(saved.config)
+        kind = cls.__name__
+        saved = BufferCheckpoint(path, (KIND, SINGLE) if kind == SINGLE else (kind,))
+        arguments = saved.arguments()
+        # what several ranks saved is loaded as one buffer
+        arguments.pop("mode", None)
         # errors in these are errors of this call, not of the checkpoint
         if check is not None:
             check(arguments)
         device = check_device(device)
         check_placement(device, given["storage_device"], given["storage_path"])
-        with saved.refusing(saved.NO_SETTINGS):
+        with saved.refusing(NO_SETTINGS):
             buffer = cls(**(arguments | given | {"device": device, "seed": saved.seed}))
         with buffer._alone():
-            saved.fill(buffer._buffer_state())
+            saved.restore(buffer._buffer_state(), Share(1, 0, saved.capacity), saved.seed)
         return buffer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -40,19 +40,13 @@ class StepInput:
     def split(self, values: Mapping[str, Any], final_obs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The values by the names of the fields, and final observations, `final_obs` as "obs" and others as "obs.NAME".
 
-        Raises KeyError for names that are missing or unknown, ValueError where no final observation is ever read.
+        Raises KeyError for names that are missing or unknown.
         """
         fields = flattened(values, self._fields)
         finals = {name: fields.pop(f"final_{name}") for name in self._observations if f"final_{name}" in fields}
         check_names(fields, self._fields)
         if final_obs is not None:
             finals["obs"] = final_obs
-        if finals and self._settings.autoreset == "next_step":
-            raise ValueError(
-                'a buffer with autoreset="next_step" takes no final_obs: there the step after an ending brings the '
-                'final observation. An environment that gives it with the ending itself is autoreset="same_step" '
-                '(or "disabled"); make the buffer with that.'
-            )
         return fields, finals
 
     def steps(self, name: str, raw: Any, field: Field, steps: int | None) -> Any:
@@ -107,10 +101,12 @@ class StepInput:
         read = self._reads_final(terminated, truncated)
         steps = np.flatnonzero(read.any(axis=1)).tolist()
         columns = given if given.keys() == {"obs"} and self._by_row(given["obs"]) else self._by_field(given)
-        entries = columns.get("obs")
-        if isinstance(entries, (list, tuple)):
+        entries: Any = columns.get("obs")
+        if isinstance(entries, (list, tuple)) or (self._by_row(entries) and entries.ndim == 1):
             if len(entries) != len(read):
                 raise ValueError(f"'final_obs' needs {len(read)} steps; found {len(entries)}.")
+            if any(entry is not None for entry in entries):
+                self._refuse_unread()
             steps = [step for step in steps if entries[step] is not None]
             parts = [({"obs": entries[step]}, [step]) for step in steps]
         else:
@@ -131,6 +127,15 @@ class StepInput:
         rows = {name: torch.cat([torch.as_tensor(each[name]).cpu() for each in found]) for name in found[0]}
         return GivenFinals(rows, place)
 
+    def _refuse_unread(self) -> None:
+        """Raise ValueError where no final observation is ever read."""
+        if self._settings.autoreset == "next_step":
+            raise ValueError(
+                'a buffer with autoreset="next_step" takes no final_obs: there the step after an ending brings the '
+                'final observation. An environment that gives it with the ending itself is autoreset="same_step" '
+                '(or "disabled"); make the buffer with that.'
+            )
+
     def _by_row(self, value: Any) -> bool:
         """Whether final observations come as a list or object array, neither as one array nor by field."""
         if isinstance(value, np.ndarray):
@@ -141,8 +146,9 @@ class StepInput:
     def _by_field(self, given: dict[str, Any]) -> dict[str, Any]:
         """Final observations of a step by their field: arrays, or lists with None where nothing ended.
 
-        Raises TypeError or KeyError unless there is one for each observation field.
+        Raises TypeError or KeyError unless there is one for each observation field, ValueError where none is ever read.
         """
+        self._refuse_unread()
         names = self._observations
         if given.keys() == {"obs"} and names != ["obs"]:
             rows = given["obs"]

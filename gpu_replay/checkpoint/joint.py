@@ -1,28 +1,32 @@
-"""A checkpoint of a buffer that several ranks shared: its rows in the order of keys, for any number of buffers.
+"""An opened checkpoint: the rows of a buffer, or of ranks that shared one, by their keys, for any number of buffers.
 
-It is one checkpoint like all others, in which the tensors of rank `r` are called `rank{r}/NAME`. The global key of a
-transition is `local key * R + r`. In the order of these, all that is stored is numbered anew so that the newest has the
-number `added - 1`, with `added` of all ranks: where they had added as many each, these are the keys that there were.
+That of ranks is a checkpoint like all others, in which the tensors of rank `r` are called `rank{r}/NAME`. The global
+key of a transition is `local key * R + r`. In the order of these, all that is stored is numbered anew so that the
+newest has the number `added - 1`, with `added` of all ranks: where they had added as many each, these are the keys that
+there were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gpu_replay.checkpoint.config import arguments_of
 from gpu_replay.checkpoint.format import read_checkpoint
 from gpu_replay.checkpoint.manifest import check_version
 from gpu_replay.checkpoint.shards import Part
-from gpu_replay.checkpoint.state import VERSION, BufferState, Saved, checked_counters
+from gpu_replay.checkpoint.state import VERSION, BufferState, checked_counters
 from gpu_replay.errors import CheckpointError
 from gpu_replay.validation import check_int
 
 KIND = "ShardedReplayBuffer"
 SINGLE = "ReplayBuffer"
+NO_SETTINGS = "its settings are not those of a buffer"
 
 
 class Share(NamedTuple):
@@ -38,8 +42,8 @@ def name_of(rank: int, name: str) -> str:
     return f"rank{rank}/{name}"
 
 
-class JointCheckpoint:
-    """An opened checkpoint of R ranks, or of another buffer, which is as that of one rank.
+class BufferCheckpoint:
+    """An opened checkpoint of R ranks, or of a single buffer, which is as that of one rank.
 
     kinds: the classes whose checkpoints are taken; None takes them all.
 
@@ -50,21 +54,32 @@ class JointCheckpoint:
         self.path = path
         self.checkpoint = read_checkpoint(path)
         manifest = self.checkpoint.manifest
-        try:
+        with self.refusing("the manifest is not of a replay buffer"):
             version, self.config = manifest["version"], dict(manifest["settings"])
-            self.seed = check_int("seed", manifest["seed"])
-            kind, counters = self.config["kind"], manifest["counters"]
-            self.single = kind != KIND
+            self.seed, kind = check_int("seed", manifest["seed"]), self.config["kind"]
+        check_version(f"{path} has state version", version, VERSION)
+        if kinds is not None and kind not in kinds:
+            raise CheckpointError(f"{path} holds a {kind}; load it with {kind}.load.")
+        with self.refusing("the manifest is not of a replay buffer"):
+            self.single, counters = kind != KIND, manifest["counters"]
             self.ranks = 1 if self.single else check_int("ranks", self.config["ranks"], 1)
             self.capacity = check_int("capacity", self.config["capacity"], self.ranks)
             self.saved = [checked_counters(each) for each in ([counters] if self.single else counters)]
             if len(self.saved) != self.ranks:
                 raise ValueError(f"it has counters of {len(self.saved)} ranks, and was saved by {self.ranks}")
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise CheckpointError(f"{path}: the manifest is not of a replay buffer: {error}") from error
-        check_version(f"{path} has state version", version, VERSION)
-        if kinds is not None and kind not in kinds:
-            raise CheckpointError(f"{path} holds a {kind}; load it with {kind}.load.")
+
+    @contextmanager
+    def refusing(self, what: str) -> Iterator[None]:
+        """Within it, an error caused by the contents of the file becomes CheckpointError."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise CheckpointError(f"{self.path}: {what}: {error}") from error
+
+    def arguments(self) -> dict[str, Any]:
+        """The constructor's arguments of a single buffer; of ranks also their `mode`."""
+        with self.refusing(NO_SETTINGS):
+            return arguments_of({name: value for name, value in self.config.items() if name != "ranks"})
 
     def tensor_name(self, rank: int, name: str) -> str:
         """What a tensor of a saved rank is called."""
@@ -127,29 +142,15 @@ class JointCheckpoint:
 
         self.checkpoint.read_parts(lambda part: part.name in owners, Part.empty, take)
 
-
-class JoinedSaved(Saved):
-    """A checkpoint of several ranks, opened as that of one ReplayBuffer."""
-
-    def __init__(self, joint: JointCheckpoint) -> None:
-        self._path, self._joint = joint.path, joint
-        self.config = {"kind": SINGLE, **{name: joint.config[name] for name in ("capacity", "fields", "sampler")}}
-        self.seed = joint.seed
-        self.counters = joint.counters(Share(1, 0, joint.capacity))
-
-    def fill(self, buffer: BufferState) -> None:
-        """Stream the contents into a buffer made with these settings."""
-        self.fill_as(buffer, Share(1, 0, self._joint.capacity))
-
-    def fill_as(self, buffer: BufferState, share: Share) -> None:
-        """Stream what one of several buffers is dealt into it."""
-        self.take_over(buffer, self._joint.counters(share), lambda views: self._joint.fill(views, share))
-
-
-def open_saved(path: str | PathLike[str], kind: str) -> Saved:
-    """A checkpoint to load a buffer of this kind from; one of several ranks is opened as one ReplayBuffer."""
-    if kind == SINGLE:
-        settings = read_checkpoint(path).manifest.get("settings")
-        if isinstance(settings, dict) and settings.get("kind") == KIND:
-            return JoinedSaved(JointCheckpoint(path))
-    return Saved(path, kind)
+    def restore(self, buffer: BufferState, share: Share, seed: int) -> None:
+        """Stream what one of `share.ranks` buffers is dealt into it: its own state where as many saved theirs."""
+        own = share.ranks == self.ranks
+        counters = self.saved[share.rank] if own else self.counters(share)
+        views = buffer.views(counters["ADDED"])
+        if own:
+            self.checkpoint.fill({self.tensor_name(share.rank, name): view for name, view in views.items()})
+        else:
+            self.fill(views, share)
+        with self.refusing("what it holds is no state of a buffer"):
+            buffer.check(counters, views)
+        buffer.finish(counters, seed)

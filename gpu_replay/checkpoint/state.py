@@ -5,8 +5,7 @@ The sums of the mass tree are not part of it; they follow from the masses, whate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.checkpoint.config import difference, renewed
-from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
+from gpu_replay.checkpoint.format import write_checkpoint
 from gpu_replay.checkpoint.manifest import check_version
 from gpu_replay.errors import CheckpointError
 from gpu_replay.ops.counters import LASTING, counter_values
@@ -53,17 +52,10 @@ class BufferState:
         self.rebuild(seed)
 
 
-def snapshot(
-    buffer: BufferState, *, copied: bool = True, check: Callable[[Mapping[str, Tensor]], None] | None = None
-) -> dict[str, Any]:
-    """Copies of the whole state on its device, or views where these suffice.
-
-    check: looks at what will be copied.
-    """
+def snapshot(buffer: BufferState, *, copied: bool = True) -> dict[str, Any]:
+    """Copies of the whole state on its device, or views where these suffice."""
     manifest = _manifest(buffer)
     tensors = buffer.views(manifest["counters"]["ADDED"])
-    if check is not None:
-        check(tensors)
     return {**manifest, "tensors": {name: each.clone() if copied else each for name, each in tensors.items()}}
 
 
@@ -121,49 +113,6 @@ def save(buffer: BufferState, path: str | PathLike[str]) -> None:
     """Write a checkpoint from the buffer's own memory, without a second copy of it."""
     manifest = _manifest(buffer)
     write_checkpoint(path, manifest, buffer.views(manifest["counters"]["ADDED"]))
-
-
-class Saved:
-    """A checkpoint on disk, opened: its config first, so that a buffer can be made, then its contents."""
-
-    NO_SETTINGS, NO_STATE = "its settings are not those of a buffer", "what it holds is no state of a buffer"
-
-    def __init__(self, path: str | PathLike[str], kind: str) -> None:
-        self._path = path
-        self._checkpoint = read_checkpoint(path)
-        manifest = self._checkpoint.manifest
-        with self.refusing("the manifest is not of a replay buffer"):
-            version = manifest["version"]
-            self.config: dict[str, Any] = manifest["settings"]
-            self.seed: int = check_int("seed", manifest["seed"])
-            saved_kind = self.config["kind"]
-        check_version(f"{path} has state version", version, VERSION)
-        if saved_kind != kind:
-            raise CheckpointError(f"{path} holds a {saved_kind}; load it with {saved_kind}.load.")
-        with self.refusing("the manifest is not of a replay buffer"):
-            self.counters = checked_counters(manifest["counters"])
-
-    @contextmanager
-    def refusing(self, what: str) -> Iterator[None]:
-        """Within it, an error caused by the contents of the file becomes CheckpointError."""
-        try:
-            yield
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            raise CheckpointError(f"{self._path}: {what}: {error}") from error
-
-    def fill(self, buffer: BufferState) -> None:
-        """Stream the contents into a buffer made with these settings."""
-        self.take_over(buffer, self.counters, self._checkpoint.fill)
-
-    def take_over(
-        self, buffer: BufferState, counters: dict[str, int], fill: Callable[[dict[str, Tensor]], None]
-    ) -> None:
-        """Let `fill` write the contents into the memory that a buffer with these counters uses, and check them."""
-        views = buffer.views(counters["ADDED"])
-        fill(views)
-        with self.refusing(self.NO_STATE):
-            buffer.check(counters, views)
-        buffer.finish(counters, self.seed)
 
 
 def checked_counters(counters: Any) -> dict[str, int]:

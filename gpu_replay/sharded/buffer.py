@@ -15,7 +15,7 @@ from gpu_replay import validation
 from gpu_replay.base.refusals import class_only
 from gpu_replay.batch import Batch
 from gpu_replay.checkpoint.config import config_of
-from gpu_replay.checkpoint.joint import KIND, JointCheckpoint
+from gpu_replay.checkpoint.joint import KIND, BufferCheckpoint
 from gpu_replay.engines.placement import StoragePath, check_placement
 from gpu_replay.engines.storage import UNIFORM, check_capacity
 from gpu_replay.fields import Field, check_fields
@@ -376,21 +376,21 @@ class ShardedReplayBuffer:
         """
         ranks = Group(group, device, timeout)
         arguments: dict[str, Any] = {"storage_device": storage_device, "storage_path": storage_path}
-        joint: JointCheckpoint
+        saved: BufferCheckpoint
 
         def opened() -> Offer:
-            nonlocal joint
-            joint = JointCheckpoint(path)
-            arguments.update(saving.load_arguments(joint))
+            nonlocal saved
+            saved = BufferCheckpoint(path)
+            arguments.update({"mode": "local", **saved.arguments(), "capacity": saved.capacity, "seed": saved.seed})
             if mode is not None:
                 arguments["mode"] = mode
-            return {"checkpoint": joint.checkpoint.sha256}, None
+            return {"checkpoint": saved.checkpoint.sha256}, None
 
         with ranks.call("load"):
             ranks.agree("load", opened)
         buffer = cls(**arguments, group=group, device=device, timeout=timeout)
         with buffer._group.call("load"), buffer._shard._alone():
-            saving.fill(buffer._group, buffer._shard, joint)
+            saving.fill(buffer._group, buffer._shard, saved)
         return buffer
 
     def close(self) -> None:

@@ -8,11 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from gpu_replay.checkpoint.config import arguments_of
 from gpu_replay.checkpoint.format import SHARD_BYTES, write_shards, writing
-from gpu_replay.checkpoint.joint import JoinedSaved, JointCheckpoint, Share, name_of
+from gpu_replay.checkpoint.joint import BufferCheckpoint, Share, name_of
 from gpu_replay.checkpoint.manifest import described, shards_from, write_manifest
 from gpu_replay.checkpoint.shards import check_length, plan_shards, settle
 from gpu_replay.checkpoint.state import VERSION
@@ -60,28 +57,7 @@ def save(group: Group, shard: Shard, path: str | PathLike[str], config: dict[str
         group.agree(name, finish)
 
 
-def load_arguments(joint: JointCheckpoint) -> dict[str, Any]:
-    """The constructor's arguments for this checkpoint. Raises CheckpointError if its settings are not valid."""
-    try:
-        arguments = arguments_of({"mode": "local", **joint.config})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{joint.path}: its settings are not those of a buffer: {error}") from error
-    arguments.pop("ranks", None)
-    return {**arguments, "capacity": joint.capacity, "seed": joint.seed}
-
-
-def fill(group: Group, shard: Shard, joint: JointCheckpoint) -> None:
+def fill(group: Group, shard: Shard, saved: BufferCheckpoint) -> None:
     """Load each rank's part: its own saved state, or, on another number of ranks, rows dealt out by their keys."""
-    state, joined = shard._buffer_state(), JoinedSaved(joint)
-    joined.seed = shard.seed
-
-    def work() -> None:
-        if joint.ranks != group.size:
-            return joined.fill_as(state, Share(group.size, group.rank, shard.capacity))
-
-        def fill(views: dict[str, Tensor]) -> None:
-            joint.checkpoint.fill({joint.tensor_name(group.rank, name): view for name, view in views.items()})
-
-        joined.take_over(state, joint.saved[group.rank], fill)
-
-    group.together(work, "load")
+    state, share = shard._buffer_state(), Share(group.size, group.rank, shard.capacity)
+    group.together(lambda: saved.restore(state, share, shard.seed), "load")

@@ -165,7 +165,7 @@ def test_final_observations_that_do_not_fit_are_refused(device: str) -> None:
 def test_final_observations_of_a_tuple_space_come_in_tuples(device: str) -> None:
     fields = {"obs": {"item_0": NUMBER, "item_1": Field((2,), torch.uint8)}, "action": NUMBER}
     settings: dict[str, Any] = {"autoreset": "same_step", "sampler": Latest(), "device": device}
-    buffers = [TrajectoryReplayBuffer(20, 2, fields, **settings) for _ in range(3)]
+    buffers = [TrajectoryReplayBuffer(20, 2, fields, **settings) for _ in range(4)]
     obs, final = [(np.arange(6).reshape(3, 2) + more, np.full((3, 2, 2), more, np.uint8)) for more in (0, 100)]
     many: dict[str, Any] = {"action": np.zeros((3, 2), np.int64), "reward": np.zeros((3, 2))}
     many |= {"terminated": np.zeros((3, 2), bool), "truncated": np.array([[False] * 2, [False, True], [True] * 2])}
@@ -175,6 +175,7 @@ def test_final_observations_of_a_tuple_space_come_in_tuples(device: str) -> None
         buffers[0].add(obs=obs_now, **given, final_obs=final_now)
         buffers[1].add(obs=obs_now, **given, final_obs=objects(list(zip(*final_now, strict=True))))
     buffers[2].extend(obs=obs, **many, final_obs=final)
+    buffers[3].extend(obs=obs, **many, final_obs=objects(list(zip(*final, strict=True))))
     batch = buffers[0].sample(6)
     assert batch["next_obs.item_0"].tolist() == [2, 3, 4, 103, 104, 105]
     for other in buffers[1:]:
