@@ -41,7 +41,7 @@ class ReplayBuffer(Buffer):
 
     Samples and checkpoints do not depend on where the fields are kept. The file is scratch and has no name: its blocks
     are reserved when the buffer is made, and freed with it, also where the process is killed. Use `save` for what must
-    last. The folder is made if need be.
+    last. The folder is made if need be, and may be that of other buffers.
 
     One thread may `add` while another samples and updates. Raises MemoryError with a per-field table, before anything
     is allocated, when the device, the host or the disk does not have the bytes; OSError for a folder that cannot be

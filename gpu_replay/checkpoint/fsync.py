@@ -81,8 +81,7 @@ def save_lock(folder: Path, target: Path) -> Iterator[None]:
             busy = False
         if busy:
             raise CheckpointError(
-                f"{target} is in use: another save to it is under way, or it is the storage_path of a buffer. Wait for "
-                "that save, or save to another path."
+                f"{target} is in use: another save to it is under way. Wait for it, or save to another path."
             )
         yield
     finally:

@@ -1,35 +1,34 @@
-"""Where fields lie: in a mapped file or pinned memory as in memory; whose a file is, and what a bad folder says."""
+"""Where fields lie: in a mapped file or pinned memory as in memory; when a file is gone, and what a bad folder says."""
 
 from __future__ import annotations
 
 import copy
 import errno
 import gc
-import multiprocessing
 import os
 import pickle  # noqa: TID251 - what users pickle
 import random
 import resource
 import shlex
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from children import ended, forked, in_a_child, memory_of, waiting
+from children import in_a_child, memory_of
 from devices import INTERPRETED, host_only
 from fake_cuda import FakeCuda
 from places import check_equal, given, live, make, pinned_on_the_cpu
 from programs import KINDS as PROGRAMS
 from programs import any_program, run
 
-from gpu_replay import CheckpointError, Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.cli import main
 from gpu_replay.engines import mapped_file, storage
-from gpu_replay.engines.mapped_file import FILE_NAME, MappedFile, folder_for_copy, free_on_disk
 from gpu_replay.engines.pinned_memory import pinned_block
 from gpu_replay.engines.placement import Placement, check_placement
 from gpu_replay.graphs.stream_order import StreamOrder
@@ -39,8 +38,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def of_a_file(test: Any) -> Any:
-    """Part of the contract, where there are POSIX locks and links."""
-    return pytest.mark.contract(pytest.mark.skipif(sys.platform == "win32", reason="POSIX locks and links")(test))
+    """Part of the contract, where /proc tells which files are open."""
+    return pytest.mark.contract(pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")(test))
+
+
+def open_in(folder: Path) -> list[os.stat_result]:
+    """The files in a folder that this process has open, with and without a name."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{number}").startswith(f"{folder}/"):
+                found.append(os.fstat(int(number)))
+    return found
 
 
 @pytest.fixture
@@ -83,31 +92,29 @@ def test_fields_move_between_memory_and_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.contract
-def test_copies_are_in_folders_of_their_own(tmp_path: Path) -> None:
-    buffer = make("exact", storage_path=tmp_path / "ring")
+def test_copies_and_other_buffers_share_a_folder(tmp_path: Path) -> None:
+    buffer, other = make("exact", storage_path=tmp_path), make("exact", storage_path=str(tmp_path) + "/")
     list(live(buffer, 2))
-    twin = copy.deepcopy(buffer)
-    twin.add(**given(twin))
-    dumped = pickle.dumps(buffer)
-    expected = buffer.sample(8)
-    second = pickle.loads(dumped)
-    assert [each.storage_path.name for each in (buffer, twin, second)] == ["ring", "ring-2", "ring-3"]
-    check_equal(second.sample(8), expected)
-    del buffer, twin, second
-    # in the place of one that is gone
-    third = pickle.loads(dumped)
-    assert third.storage_path == tmp_path / "ring"
-    del third
-    assert list(tmp_path.iterdir()) == []
+    twins = {"copy": copy.deepcopy(buffer), "pickle": pickle.loads(pickle.dumps(buffer))}
+    assert {each.storage_path for each in (buffer, other, *twins.values())} == {tmp_path}
+    memory = make("exact")
+    memory.load_state_dict(buffer.state_dict())
+    # each goes on by itself
+    for each in (other, *twins.values()):
+        each.add(**given(other, 50))
+    for _ in range(2):
+        check_equal(buffer.sample(8), memory.sample(8))
+    check_equal(twins["copy"].sample(8), twins["pickle"].sample(8))
+    assert len(other) == 50
 
 
 @pytest.mark.contract
-def test_a_checkpoint_is_not_written_where_the_fields_are(tmp_path: Path) -> None:
-    buffer = make("exact", storage_path=tmp_path / "ring")
+def test_a_checkpoint_may_be_written_where_the_fields_are(tmp_path: Path) -> None:
+    buffer = make("exact", storage_path=tmp_path)
     list(live(buffer, 1))
-    with pytest.raises(CheckpointError, match="storage_path of a buffer"):
-        buffer.save(tmp_path / "ring")
-    buffer.sample(4)
+    for _ in range(2):
+        buffer.save(tmp_path)
+        check_equal(type(buffer).load(tmp_path, "cpu", storage_path=tmp_path).sample(5), buffer.sample(5))
 
 
 @pytest.mark.contract
@@ -298,32 +305,40 @@ def test_a_ring_larger_than_the_memory_of_its_process(tmp_path: Path) -> None:
 
 
 @of_a_file
-def test_the_file_goes_with_the_buffer_and_nothing_else_does(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.txt"
+def test_the_file_has_no_name_and_goes_with_the_buffer(tmp_path: Path) -> None:
+    folder, mine = tmp_path / "made" / "for it", tmp_path / "made" / "mine.txt"
+    buffer = make("exact", storage_path=folder)
     mine.write_text("mine")
-    for folder in (tmp_path, tmp_path / "made" / "for it"):
-        buffer = make("exact", storage_path=folder)
-        assert (folder / FILE_NAME).stat().st_mode & 0o777 == 0o600
-        view = buffer._storage.tensors["obs"]
-        list(live(buffer, 1))
-        expected = view.clone()
-        del buffer
-        assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-        # what is still referenced can still be read
-        assert view.equal(expected)
-    assert mine.read_text() == "mine"
+    (file,) = open_in(folder)
+    # nobody else can open it
+    assert (file.st_nlink, file.st_mode & 0o777, list(folder.iterdir())) == (0, 0o600, [])
+    view = buffer._storage.tensors["obs"]
+    list(live(buffer, 1))
+    expected = view.clone()
+    del buffer
+    # what is still referenced can still be read
+    assert len(open_in(folder)) == 1
+    assert view.equal(expected)
+    del view
+    assert open_in(folder) == []
+    assert set(folder.parent.rglob("*")) == {folder, mine}
 
 
 @of_a_file
 def test_all_blocks_are_there_from_the_beginning(tmp_path: Path) -> None:
-    file = MappedFile(tmp_path, 3_000_001)
-    found = os.stat(tmp_path / FILE_NAME)
-    assert found.st_size == 3_000_001
+    buffer = ReplayBuffer(1001, {"x": Field((3001,), torch.uint8)}, device="cpu", storage_path=tmp_path)
+    (file,) = open_in(tmp_path)
+    assert 1001 * 3001 <= file.st_size <= 1001 * 3001 + 4096
     # or a full disk would end the process when a page of the mapping is written
-    assert found.st_blocks * 512 >= found.st_size
-    assert not file.block.any()
-    file.block[-1] = 7
-    assert np.fromfile(tmp_path / FILE_NAME, dtype=np.uint8)[-1] == 7
+    assert file.st_blocks * 512 >= file.st_size
+    assert not buffer._storage.tensors["x"].any()
+
+
+@of_a_file
+def test_blocks_are_written_where_they_cannot_be_reserved(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+    monkeypatch.setattr(mapped_file, "_PIECE", 1000)
+    test_all_blocks_are_there_from_the_beginning(tmp_path)
 
 
 @of_a_file
@@ -335,135 +350,56 @@ def test_a_full_disk_is_an_error_when_the_buffer_is_made(code: int, tmp_path: Pa
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     with pytest.raises(MemoryError, match=r"no room for the fields at storage_path .*ring"):
         make("exact", storage_path=tmp_path / "a" / "ring")
-    # and leaves nothing behind, the lock neither
-    assert list(tmp_path.iterdir()) == []
+    assert open_in(tmp_path) == []
     monkeypatch.undo()
     make("exact", storage_path=tmp_path / "a" / "ring")
 
 
 @of_a_file
-def test_blocks_are_written_where_they_cannot_be_reserved(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.delattr(os, "posix_fallocate")
-    monkeypatch.setattr(mapped_file, "_PIECE", 1000)
-    test_all_blocks_are_there_from_the_beginning(tmp_path)
+def test_a_file_larger_than_the_system_allows_is_an_error_when_the_buffer_is_made(tmp_path: Path) -> None:
+    def refused() -> str:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        with pytest.raises(MemoryError) as error:
+            make("exact", storage_path=tmp_path)
+        return str(error.value)
+
+    assert f"no room for the fields at storage_path {tmp_path}" in in_a_child(refused)
 
 
 @of_a_file
-def test_two_buffers_do_not_share_a_folder(tmp_path: Path) -> None:
-    folder, link = tmp_path / "ring", tmp_path / "link"
-    first, memory = make("exact", storage_path=folder), make("exact")
-    link.symlink_to(folder)
-    for path in (folder, str(folder) + "/", folder / ".." / "ring", link):
-        with pytest.raises(RuntimeError, match="of another buffer that is in use"):
-            make("exact", storage_path=path)
-    assert folder_for_copy(folder) == tmp_path / "ring-2"
-    for buffer in (first, memory):
-        list(live(buffer, 1))
-    check_equal(first.sample(5), memory.sample(5))
-    del first, buffer
-    folder.mkdir()
-    # the folder behind a link
-    assert make("exact", storage_path=link).storage_path == link
-    assert link.is_symlink()
-    assert list(folder.iterdir()) == []
-
-
-@of_a_file
-def test_what_a_killed_process_left_is_replaced_and_no_link_is_followed(tmp_path: Path) -> None:
-    folder, target = tmp_path / "ring", tmp_path / "target"
-
-    def hold() -> MappedFile:
-        held = MappedFile(folder, 5000)
-        held.block[:] = 1
-        return held
-
-    with waiting(hold), pytest.raises(RuntimeError, match="in use"):
-        MappedFile(folder, 5000)
-    # its blocks count as free: they will be
-    assert (folder / FILE_NAME).exists()
-    assert (free_on_disk(folder) or 0) > 0
-    first = MappedFile(folder, 5000)
-    assert not first.block.any()
-    del first
-    assert list(folder.iterdir()) == []
-    target.write_text("another's")
-    (folder / FILE_NAME).symlink_to(target)
-    second = MappedFile(folder, 5000)
-    second.block[:] = 1
-    assert target.read_text() == "another's"
-
-
-@of_a_file
-def test_a_file_that_was_moved_away_or_replaced_is_left_alone(tmp_path: Path) -> None:
-    first = MappedFile(tmp_path / "a", 5000)
-    (tmp_path / "a").rename(tmp_path / "b")
-    second = MappedFile(tmp_path / "a", 5000)
-    del first
-    assert (tmp_path / "a" / FILE_NAME).exists()
-    second.block[:] = 3
-    del second
-    assert not (tmp_path / "a").exists()
-
-
-@of_a_file
-@pytest.mark.parametrize("name", ["file", "file/below", "locked/below", "taken"])
+@pytest.mark.parametrize("name", ["file", "file/below", "locked/below"])
 def test_a_folder_that_cannot_be_is_an_error_that_says_what_to_do(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "locked").mkdir(mode=0o500)
-    (tmp_path / "taken" / FILE_NAME).mkdir(parents=True)
     if name.startswith("locked") and os.access(tmp_path / "locked", os.W_OK):
         pytest.skip("this user may write everywhere")
-    advice = f"a folder named {FILE_NAME}.*rename that" if name == "taken" else "Name a folder that can be written to"
-    with pytest.raises(OSError, match=advice):
+    with pytest.raises(OSError, match="Name a folder that can be written to"):
         make("exact", storage_path=tmp_path / name)
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "locked", "taken"}
-    assert (tmp_path / "taken" / FILE_NAME).is_dir()
-
-
-@of_a_file
-def test_processes_that_make_the_folders_above_theirs_at_the_same_time(tmp_path: Path) -> None:
-    ready = multiprocessing.get_context("fork").Barrier(4)
-
-    def work() -> None:
-        for number in range(40):
-            ready.wait(30)
-            MappedFile(tmp_path / str(number) / "ring" / f"rank{os.getpid()}", 5000)
-
-    children = [forked(work) for _ in range(4)]
-    assert [ended(child) for child in children] == [0] * 4
-
-
-@of_a_file
-def test_a_child_that_was_forked_removes_nothing_and_holds_no_lock(tmp_path: Path) -> None:
-    buffers = [make("exact", storage_path=tmp_path)]
-    list(live(buffers[0], 1))
-
-    def use() -> None:
-        with pytest.raises(RuntimeError):
-            buffers[0].sample(3)
-        buffers.clear()
-
-    with waiting(use):
-        assert (tmp_path / FILE_NAME).exists()
-        assert len(buffers[0].sample(3)) == 3
-        buffers.clear()
-        again = make("exact", storage_path=tmp_path)
-        assert (tmp_path / FILE_NAME).exists()
-        del again
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "locked"}
 
 
 PROGRAM = """
 import sys, torch
 from gpu_replay import Field, ReplayBuffer
 buffer = ReplayBuffer(100, {"x": Field((100,), torch.float32)}, device="cpu", storage_path=sys.argv[1])
+buffer.add(x=torch.ones(100, 100))
+print("added", flush=True)
+sys.stdin.read()
 """
 
 
 @of_a_file
-@pytest.mark.slow
 @host_only
-def test_a_process_that_ends_removes_the_file(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, check=True, timeout=60)
+@pytest.mark.parametrize("end", ["kill", "exit"])
+def test_a_process_leaves_nothing_however_it_ends(end: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"added\n"
+        assert list(tmp_path.iterdir()) == []
+        if end == "kill":
+            process.kill()
+    assert process.returncode == (-signal.SIGKILL if end == "kill" else 0)
     assert list(tmp_path.iterdir()) == []
 
 
