@@ -20,6 +20,8 @@ TORCH_OF: dict[np.dtype[Any], torch.dtype] = {
     for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 }
 STORABLE = (*TORCH_OF.values(), torch.bfloat16)
+# memory that torch allocates begins at multiples of it; Triton compiles code that moves whole words for them
+ALIGNMENT = 16
 # arguments that stand for several fields at once
 DICTIONARIES = (Mapping, Batch)
 _RESERVED_ARGS = ("key", "weight", "probability", "priority", "self")

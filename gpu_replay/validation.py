@@ -18,11 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.fields import DICTIONARIES, STORABLE, TORCH_OF, Field
+from gpu_replay.fields import ALIGNMENT, DICTIONARIES, STORABLE, TORCH_OF, Field
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-# memory that torch allocates begins at multiples of it; Triton compiles code that moves whole words for them
-ALIGNMENT = 16
 # largest batch size; no memory holds more rows
 _MOST_ROWS = 2**48
 _NUMPY_OF = {each: name for name, each in TORCH_OF.items()}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_replay.validation import ALIGNMENT
+from gpu_replay.fields import ALIGNMENT
 
 # keeps the launches that a function plans, by its arguments: those of the sizes that were asked for last
 plans = lru_cache(maxsize=64)
