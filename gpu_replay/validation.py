@@ -25,8 +25,6 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _MOST_ROWS = 2**48
 _NUMPY_OF = {each: name for name, each in TORCH_OF.items()}
 _INT64 = np.dtype(np.int64)
-# looked up once
-_ARRAY = np.ndarray
 # of no number
 _NO_DTYPE = np.dtype("V1")
 _REAL = (np.dtype(np.float32), np.dtype(np.float64))
@@ -215,7 +213,7 @@ def host_rows(
         # fast path: what can be stored as it is
         try:
             array = value.numpy() if type(value) is Tensor else value
-            fits = type(array) is _ARRAY and array.dtype == dtype
+            fits = type(array) is np.ndarray and array.dtype == dtype
         except (RuntimeError, TypeError):
             # elsewhere, not dense, with a gradient, or lazy
             fits = False

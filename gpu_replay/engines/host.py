@@ -22,9 +22,6 @@ from gpu_replay.ops.ring import as_numpy, commit, parts_of, put, taken
 
 # number types as which short rows are moved, by bytes: NumPy moves each of these at once
 _NUMBERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
-# looked up once
-_ADDED = Counter.ADDED
-_from_numpy = torch.from_numpy
 # masses that came with rows, the largest of them, and how many were cut
 _NOT_GIVEN = np.zeros(0, dtype=np.int64), 0, 0
 
@@ -82,21 +79,18 @@ class HostEngine:
 
     def append(self, values: dict[str, np.ndarray], rows: int, priorities: np.ndarray | None, ready: bool) -> Tensor:
         """Store `rows` transitions, their values in the order of the fields, and return their (rows,) keys."""
-        state, capacity, added = self.draws.state, self._capacity, self._counters.item(_ADDED)
-        keys, start = _from_numpy(np.arange(added, added + rows)), added % capacity
+        state, capacity, added = self.draws.state, self._capacity, self._counters.item(Counter.ADDED)
+        keys, start = torch.from_numpy(np.arange(added, added + rows)), added % capacity
         masses = _NOT_GIVEN if priorities is None or state.tree is None else state.rule.masses(priorities)
         counted = starmap(self._append, ((rows, *masses, *self._append_arguments),))
-        stores: Iterable[Any] = self._stores
-        slots: Iterable[Any] = repeat(slice(start, start + rows))
-        stored: Iterable[Any] = values.values()
-        if start + rows > capacity:
+        if start + rows <= capacity:
+            writes: Iterable[None] = map(put, self._stores, repeat(slice(start, start + rows)), values.values())
+        else:
             skipped = max(0, rows - capacity)
             parts = parts_of((added + skipped) % capacity, rows - skipped, capacity, skipped)
-            stores, slots, stored = zip(
-                *((store, at, value[some]) for at, some in parts for store, value in zip(stores, stored, strict=False)),
-                strict=True,
-            )
-        return commit(keys, map(put, stores, slots, stored), counted)
+            columns = list(zip(self._stores, values.values(), strict=True))
+            writes = starmap(put, [(store, slots, value[some]) for slots, some in parts for store, value in columns])
+        return commit(keys, writes, counted)
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Sample `batch` transitions: fields, key, probability and weight."""
@@ -108,7 +102,7 @@ class HostEngine:
         """Slots and probabilities of a sample, and what counts and returns it; not called, nothing has changed."""
         drawn = self.draws.draw(batch, beta)
         finish = partial(self.draws.finish, self._rows_at(drawn.slots), drawn)
-        return _from_numpy(drawn.slots), _from_numpy(drawn.probability), finish
+        return torch.from_numpy(drawn.slots), torch.from_numpy(drawn.probability), finish
 
     def _rows_at(self, slots: np.ndarray) -> dict[str, Tensor]:
         if self._ahead is None:
@@ -125,7 +119,7 @@ class HostEngine:
                 rows = taken(stored, slots, memory, name)
             else:
                 rows = memory.copy(name, records[name]).view(row)
-            tensors[name] = _from_numpy(rows) if plain else rows_as_sampled(rows, field, memory, name)
+            tensors[name] = torch.from_numpy(rows) if plain else rows_as_sampled(rows, field, memory, name)
         return tensors
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:

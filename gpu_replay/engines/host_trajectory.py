@@ -111,7 +111,7 @@ class TrajectoryHostEngine:
         count, steps = len(terminated), self._shape.steps
         first, skipped = self.span_of_steps()[1], max(0, count - steps)
         writes = [
-            (ring, part, value[some or slice(None)])
+            (ring, part, value[some])
             for part, some in parts_of((first + skipped) % steps, count - skipped, steps, skipped)
             for ring, value in zip(self._rings, values.values(), strict=False)
         ]

@@ -39,15 +39,14 @@ def plain(array: np.ndarray) -> np.ndarray:
     return flat if flat.flags.carray else flat.copy()
 
 
-def parts_of(start: int, count: int, size: int, skipped: int = 0) -> list[tuple[slice, slice | None]]:
+def parts_of(start: int, count: int, size: int, skipped: int = 0) -> list[tuple[slice, slice]]:
     """Host: the slots that `count` rows take from `start` on in a ring of `size`, and which rows: two where it wraps.
 
-    skipped: rows at the beginning that are left out. None stands for all rows.
+    skipped: rows at the beginning that are left out.
     """
-    stop = start + count
+    stop, seam = start + count, skipped + size - start
     if stop <= size:
-        return [(slice(start, stop), slice(skipped, skipped + count) if skipped else None)]
-    seam = skipped + size - start
+        return [(slice(start, stop), slice(skipped, skipped + count))]
     return [(slice(start, size), slice(skipped, seam)), (slice(0, stop - size), slice(seam, skipped + count))]
 
 
