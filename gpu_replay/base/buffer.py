@@ -199,9 +199,9 @@ class Buffer(StatefulBuffer):
         return validation.device_rows(fields, self._checks, envs, self._device, self._stream_order.current())
 
     def _check_enough(self, batch: int, skipped: int = 0, call: str = "", available: int | None = None) -> None:
-        """Raise unless `call`, by default `sample`, can draw a batch without the newest `skipped` slots.
+        """Raise unless `batch` rows can be drawn, leaving out the newest `skipped` slots.
 
-        available: how many it can draw from, where that is known.
+        call: for messages, by default that of `sample`. available: how many rows there are, where that is known.
         """
         newest, distinct = self._sampler.newest_of(batch), self._sampler.distinct(batch)
         count = 0
