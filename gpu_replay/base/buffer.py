@@ -200,9 +200,9 @@ class Buffer(StatefulBuffer):
         return validation.device_rows(fields, self._checks, envs, self._device)
 
     def _check_enough(self, batch: int, skipped: int = 0, call: str = "", available: int | None = None) -> None:
-        """Raise unless `call`, by default `sample`, can draw a batch without the newest `skipped` slots.
+        """Raise unless `batch` rows can be drawn, leaving out the newest `skipped` slots.
 
-        available: how many it can draw from, where that is known.
+        call: for messages, by default that of `sample`. available: how many rows there are, where that is known.
         """
         newest, distinct = self._needs(batch)
         count = 0

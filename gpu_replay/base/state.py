@@ -86,7 +86,11 @@ class StatefulBuffer(ABC):
         with torch.inference_mode(False), self._stream_order:
             self._storage = self._make_storage()
             self._state = DrawState(
-                *(sampler, capacity, self._device, self._backend, self._seed),
+                sampler,
+                capacity,
+                self._device,
+                self._backend,
+                self._seed,
                 tracks_eligibility=self._tracks_eligibility,
                 total_slots=self._total_slots,
             )

@@ -104,10 +104,10 @@ class Operators:
         """The buffer's `add`; every field is a tensor or an array."""
         flat = flattened(fields) if any(isinstance(value, (dict, Batch)) for value in fields.values()) else fields
         values = [_tensor(name, value) for name, value in flat.items()]
-        own = None if priority is None else _tensor("priority", priority)
+        priorities = None if priority is None else _tensor("priority", priority)
         # names may hold commas
         names = ",".join(name.replace("%", "%25").replace(",", "%2C") for name in flat)
-        keys: Tensor = _ADD(self.token, self.name, names, values, own)
+        keys: Tensor = _ADD(self.token, self.name, names, values, priorities)
         return keys
 
     def sample(
@@ -210,11 +210,11 @@ def _parted(tensors: Sequence[Tensor]) -> list[Tensor]:
     seen: set[int] = set()
     parted = []
     for tensor in tensors:
-        own = tensor.contiguous()
-        if own.untyped_storage().data_ptr() in seen:
-            own = own.clone()
-        seen.add(own.untyped_storage().data_ptr())
-        parted.append(own)
+        copy = tensor.contiguous()
+        if copy.untyped_storage().data_ptr() in seen:
+            copy = copy.clone()
+        seen.add(copy.untyped_storage().data_ptr())
+        parted.append(copy)
     return parted
 
 
