@@ -7,7 +7,7 @@ from .constants import ADDED, FIRST, LOWEST, NO_MASS, RANDOM, SEED
 from .division import divided, remainder
 from .random import floor_of_product, permuted_rank, words_at
 from .ranks import rank_at
-from .tree import descend, draw_range, from_oldest, newest_eligible, root_of
+from .tree import descend, draw_range, from_oldest, newest_eligible, total_of
 
 
 @triton.jit
@@ -114,16 +114,14 @@ def draw_kernel(
         if program == 0:
             tl.store(words[0], tl.load(counters_ptr + RANDOM) + blocks_drawn)
     if len(levels) > 0:
-        # all that no other load has to be waited for
-        root = root_of(levels, draw)
         if SKIPS or UNIFORM:
-            total, before, within = draw_range(levels, root, draw, head, skipped, capacity, SKIPS)
+            total, before, within = draw_range(levels, head, skipped, capacity, SKIPS)
         else:
-            within = tl.sum(root[0] + root[1], axis=1)
+            within = total_of(levels)
 
     if UNIFORM:
         if len(levels) > 0:
-            count = tl.maximum(tl.max(within, axis=0), 1)
+            count = tl.maximum(within, 1)
         else:
             oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
             count = tl.maximum(added - oldest, 1)
@@ -132,7 +130,7 @@ def draw_kernel(
             if SKIPS:
                 rank = from_oldest(rank, before, total)
             last = from_oldest(tl.maximum(within - batch + draw, 0), before, total)
-            slot, _ = descend(levels, root, tl.where(by_chance, rank, last))
+            slot, _ = descend(levels, tl.where(by_chance, rank, last))
         else:
             slot = remainder(tl.where(by_chance, oldest + rank, newest), capacity, per_capacity)
         chance = 1.0 / count.to(tl.float64)
@@ -143,7 +141,7 @@ def draw_kernel(
             target = target_in(within, draw, drawn, per_drawn, counters_ptr, STRATIFIED)
             if SKIPS:
                 target = from_oldest(target, before, total)
-            slot, mass = descend(levels, root, target)
+            slot, mass = descend(levels, target)
             chance = mass.to(tl.float64) / tl.maximum(within, 1).to(tl.float64)
             lowest = tl.min(tl.where(by_chance, mass, NO_MASS), axis=0)
             if LOWEST_OF_ALL:

@@ -1,9 +1,28 @@
-"""What follows from the leaves of a tree of masses: the smallest or largest of them."""
+"""What is made of the leaves of a tree of masses: the sums above them, and the smallest or largest of them."""
 
 import triton
 import triton.language as tl
 
-from .constants import EDGE, HIGHEST, LOWEST, NO_MASS, PENDING_MAX_MASS, is_last
+from .constants import EDGE, FANOUT, HIGHEST, LOWEST, NO_MASS, PENDING_MAX_MASS, is_last
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def block_sums_kernel(below_ptr, above, nodes, TOPS: tl.constexpr):
+    """above[0][i] = the sum of block i of FANOUT nodes below; above[1], if it is there, has the same of above[0].
+
+    nodes: of the level below, whole blocks. A program makes TOPS nodes of above[1], or as many blocks of above[0].
+    """
+    program = tl.program_id(0).to(tl.int64)
+    block = program * (TOPS * FANOUT) + tl.arange(0, TOPS * FANOUT)
+    named = block < nodes // FANOUT
+    node = block[:, None] * FANOUT + tl.arange(0, FANOUT)[None, :]
+    # blocks past the end, the padding of above[0], weigh nothing
+    sums = tl.sum(tl.load(below_ptr + node, mask=named[:, None], other=0), axis=1)  # [TOPS * FANOUT]
+    tl.store(above[0] + block, sums, mask=named)
+    if len(above) > 1:
+        top = program * TOPS + tl.arange(0, TOPS)
+        tops = tl.sum(tl.reshape(sums, [TOPS, FANOUT]), axis=1)
+        tl.store(above[1] + top, tops, mask=top * (FANOUT * FANOUT) < nodes)
 
 
 @triton.jit(do_not_specialize=["blocks"])

@@ -25,15 +25,17 @@ def arrange_kernel(codes_ptr, arranged_ptr, count_ptr, counters_ptr, capacity, s
 
 @triton.jit
 def rank_at(sums_ptr, target, count, DIGITS: tl.constexpr):
-    """The first ranks whose sum of masses exceeds (DRAWS,) targets, one digit of the rank after the other."""
-    digit = tl.arange(0, BASE).to(tl.int64)
+    """The first ranks whose sum of masses exceeds (DRAWS,) targets, one digit of the rank after the other.
+
+    A thread searches for one target: see `tree.py`.
+    """
     rank = target * 0
     for place in tl.static_range(DIGITS):
-        # the last rank of every part into which this digit divides what is left
-        last = rank[:, None] + (digit[None, :] + 1) * (BASE ** (DIGITS - 1 - place)) - 1
-        # there are no ranks past the end, so no target passes them
-        total = tl.load(sums_ptr + last, mask=last < count, other=NO_MASS)  # [DRAWS, BASE]
-        passed = tl.sum((total <= target[:, None]).to(tl.int64), axis=1)
-        rank += passed * (BASE ** (DIGITS - 1 - place))
+        passed = rank * 0
+        for digit in tl.static_range(1, BASE):
+            # the last rank of a part into which this digit divides what is left; no target passes the end of all ranks
+            last = rank + (digit * BASE ** (DIGITS - 1 - place) - 1)
+            passed += (tl.load(sums_ptr + last, mask=last < count, other=NO_MASS) <= target).to(tl.int64)
+        rank += passed * BASE ** (DIGITS - 1 - place)
     # in bounds where nothing is ranked
     return tl.minimum(rank, count - 1)

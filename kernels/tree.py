@@ -1,101 +1,86 @@
-"""The search of a tree of masses: the slot on which a target falls, and the mass before a slot."""
+"""The search of a tree of masses: the slot on which a target falls, and the mass before a slot.
+
+A thread searches for one target and adds up the children of its node itself: sums pass through no other thread. Targets
+of a stratified draw ascend, so that neighbouring threads read the same nodes but for the last levels.
+"""
 
 import triton
 import triton.language as tl
 
-from .constants import FANOUT, NO_MASS
+from .constants import FANOUT
 
 
 @triton.jit
-def halves(level, node):
-    """Both halves of the children of (DRAWS,) nodes: [DRAWS, FANOUT // 2] each.
+def pass_child(mass, rest, sums, before, step):
+    """Add the mass of a child to the sums; a target past it is in a later child: those before it are counted in `step`.
 
-    A warp has the 16-byte words of half of four rows, so that no row is shared by two warps, which would pass sums
-    through shared memory; with halves there are fewer sums to pass on than with rows as they are. The last block of a
-    level is padded with zeros: every place exists.
+    before: the mass of those children.
     """
-    HALF: tl.constexpr = FANOUT // 2
-    place = node[:, None] * FANOUT + tl.arange(0, HALF)[None, :]
-    return tl.load(level + place), tl.load(level + (place + HALF))
+    sums += mass
+    passed = sums <= rest
+    return sums, tl.where(passed, sums, before), step + passed.to(tl.int32)
 
 
 @triton.jit
-def root_of(levels, draw):
-    """Both halves of the root, once for each draw, so that all that is made of them is where its draw is."""
-    return halves(levels[len(levels) - 1], draw * 0)
-
-
-@triton.jit
-def descend(levels, root, target):
+def descend(levels, target):
     """The slots on which (DRAWS,) targets fall, and their masses; a slot for any target, wherever it lies.
 
-    root: see `root_of`.
+    The last block of a level is padded with zeros: every place exists.
     """
     rest = target
     node = target * 0
-    mass = target * 0
+    exists = target >= 0
     for level in tl.static_range(len(levels)):
-        if level == 0:
-            first, second = root
-        else:
-            first, second = halves(levels[len(levels) - 1 - level], node)
-        # the half in which a target lies, then the child
-        skipped = tl.sum(first, axis=1)
-        beyond = rest >= skipped
-        rest -= tl.where(beyond, skipped, 0)
-        masses = tl.where(beyond[:, None], second, first)
-        prefix = tl.cumsum(masses, axis=1)
-        passed = prefix <= rest[:, None]
-        before, step = tl.min(tl.where(passed, NO_MASS, prefix - masses), axis=1, return_indices=True)
+        # two children a load, 16 bytes
+        children = levels[len(levels) - 1 - level] + (node * FANOUT)[:, None] + tl.arange(0, 2)[None, :]
+        sums = target * 0
+        before = sums
+        step = sums.to(tl.int32)
+        for child in tl.static_range(0, FANOUT, 2):
+            first, second = tl.split(tl.load(children + child))
+            sums, before, step = pass_child(first, rest, sums, before, step)
+            sums, before, step = pass_child(second, rest, sums, before, step)
         # a tree without mass is descended along its first nodes, which exist
-        exists = before < NO_MASS
-        node = node * FANOUT + tl.where(exists, tl.where(beyond, FANOUT // 2, 0) + step, 0)
+        exists = step < FANOUT
+        node = node * FANOUT + tl.where(exists, step, 0)
         rest -= tl.where(exists, before, 0)
-        if level == len(levels) - 1:
-            mass = tl.where(exists, tl.min(tl.where(passed, NO_MASS, prefix), axis=1) - before, 0)
-    return node, mass
+    return node, tl.load(levels[0] + node, mask=exists, other=0)
 
 
 @triton.jit
-def masses_before(levels, root, slot):
-    """Numbers whose sums are the masses of the slots below (DRAWS,) slots: [DRAWS, FANOUT // 2]."""
-    HALF: tl.constexpr = FANOUT // 2
-    child = tl.arange(0, HALF)[None, :]
+def total_of(levels):
+    """All mass."""
+    return tl.sum(tl.load(levels[len(levels) - 1] + tl.arange(0, FANOUT)), axis=0)
+
+
+@triton.jit
+def mass_before(levels, slot):
+    """The mass of the slots below one slot."""
+    child = tl.arange(0, FANOUT)
     node = slot
+    sums = tl.full([FANOUT], 0, tl.int64)
     for level in tl.static_range(len(levels)):
-        if level == len(levels) - 1:
-            first, second = root
-        else:
-            first, second = halves(levels[level], node // FANOUT)
-        below = (node % FANOUT)[:, None]
-        masses = tl.where(child < below, first, 0) + tl.where(child + HALF < below, second, 0)
-        if level == 0:
-            sums = masses
-        else:
-            sums += masses
+        first = node // FANOUT * FANOUT
+        # the node itself and those after it are not before the slot
+        sums += tl.load(levels[level] + first + child, mask=child < node - first, other=0)
         node = node // FANOUT
-    return sums
+    return tl.sum(sums, axis=0)
 
 
 @triton.jit
-def draw_range(levels, root, draw, head, skipped, capacity, SKIPS: tl.constexpr):
+def draw_range(levels, head, skipped, capacity, SKIPS: tl.constexpr):
     """All mass, the mass before the slot of the oldest key, and the mass of all but the newest `skipped` slots.
 
-    Each (DRAWS,) times the same. head: slot of the next key; the slots from it on hold the oldest keys. Sums come after
-    all that is loaded.
+    head: slot of the next key; the slots from it on hold the oldest keys.
     """
-    start = head + draw * 0
-    to_head = masses_before(levels, root, start)
-    if SKIPS:
-        last = start + capacity - skipped
-        last = tl.where(last >= capacity, last - capacity, last)
-        to_last = masses_before(levels, root, last)
-    total = tl.sum(root[0] + root[1], axis=1)
-    before = tl.sum(to_head, axis=1)
+    total = total_of(levels)
+    before = mass_before(levels, head)
     within = total
     if SKIPS:
-        newest = before - tl.sum(to_last, axis=1)
-        within = total - tl.where(last > start, newest + total, newest)
+        last = head + capacity - skipped
+        last = tl.where(last >= capacity, last - capacity, last)
+        newest = before - mass_before(levels, last)
+        within = total - tl.where(last > head, newest + total, newest)
     return total, before, within
 
 
@@ -109,7 +94,6 @@ def from_oldest(target, before, total):
 @triton.jit
 def newest_eligible(eligible, draw, batch, head, skipped, capacity, SKIPS: tl.constexpr):
     """The slots of the newest eligible starts, for the last draws of a batch; eligible: levels of a tree of ones."""
-    root = root_of(eligible, draw)
-    total, before, within = draw_range(eligible, root, draw, head, skipped, capacity, SKIPS)
-    slot, _ = descend(eligible, root, from_oldest(tl.maximum(within - batch + draw, 0), before, total))
+    total, before, within = draw_range(eligible, head, skipped, capacity, SKIPS)
+    slot, _ = descend(eligible, from_oldest(tl.maximum(within - batch + draw, 0), before, total))
     return slot

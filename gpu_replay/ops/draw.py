@@ -241,10 +241,9 @@ def plan_draw(
     newest = starts.levels if starts is not None and by_priority and drawn < batch else ()
     # none where all rows are the newest
     own = blocks_for(PERMUTATION_WORDS if drawn and not (by_priority or replacement) else drawn)
-    # one draw a thread without a search. Few of a search, so that a small batch spreads over a GPU: for each of four
-    # warps two, or of a tree four, whose nodes have half as many children as a warp has words
-    most = 128 if by == "uniform" and not tracks_eligibility else 8 if by == "rank" else 16
-    draws = per_program(most, batch, interpreted)
+    # a draw a thread; programs of one warp where it searches, so that a small batch spreads over a GPU
+    searches = by != "uniform" or tracks_eligibility
+    draws = per_program(32 if searches else 128, batch, interpreted)
     programs = -(-batch // draws)
     launch = Launch(
         draw_kernel,
@@ -259,6 +258,7 @@ def plan_draw(
         per_drawn=reciprocal(max(drawn, 1)),
         per_capacity=reciprocal(capacity),
         blocks_drawn=own,
+        num_warps=1 if searches else 4,
         BY=by,
         DRAWS=draws,
         DIGITS=digits_for(capacity) if by == "rank" else 0,

@@ -21,7 +21,9 @@ from gpu_replay.loops.constants import ROOT_LIMIT
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import NO_MASS
 from gpu_replay.ops.launch import Launch, per_program
-from gpu_replay.ops.prefix_sum import scan
+
+# nodes of the upper of two levels that a program of a build makes: 16 KB of the level below them
+_TOPS = 2
 
 
 def fanout_for(backend: Backend) -> int:
@@ -122,15 +124,18 @@ class MassTree:
         return loops.total.ready()(*self.host[:2]) if self.backend == "host" else int(self.levels[-1].sum())
 
     def build(self) -> None:
-        """Recompute all sums from the leaves."""
+        """Recompute all sums from the leaves; on a device one launch for every two levels above them."""
         if self.backend == "host":
             self._note_all()
             loops.build.ready()(*self.host[:4])
             return
-        for below, above in zip(self.levels, self.levels[1:], strict=False):
-            # the prefix sum at the end of each block, minus that at the end of the block before
-            ends = scan(below, self.fanout)
-            above[: ends.numel()] = torch.diff(ends, prepend=ends.new_zeros(1))
+        from gpu_replay.kernels.mass_tree import block_sums_kernel
+
+        for place in range(0, len(self.levels) - 1, 2):
+            below, above = self.levels[place], self.levels[place + 1 : place + 3]
+            with torch.cuda.device_of(below):
+                programs = -(-below.numel() // (_TOPS * self.fanout**2))
+                block_sums_kernel[(programs,)](below, above, below.numel(), TOPS=_TOPS)
         for extreme in (self.low, self.high):
             if extreme is not None:
                 extreme.fill_(DIRTY)

@@ -30,8 +30,8 @@ from gpu_replay import (
     Uniform,
 )
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.mass_tree import fanout_for
-from gpu_replay.ops.prefix_sum import inclusive_prefix_sum, scan
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 from gpu_replay.samplers import Sampler
 
 TABLE = Path(__file__).with_name("kernel_resources.json")
@@ -133,7 +133,7 @@ MAIN_TARGET = "sm_90"
 # what the other targets compile, and tests of one target that need no more
 PART = ("classic, 3 levels, all options", "4 levels", "odd widths, uniform", "atari", "atari to half")
 # what the main target compiles by default: every kernel, each number of keys in one buffer alone
-QUICK = (*PART[:1], *PART[2:], "by rank", "goals", "prefix sum")
+QUICK = (*PART[:1], *PART[2:], "by rank", "goals", "sums")
 KEYS = ("of hundreds", "of a thousand", "of thousands")
 # those of which many keys are updated at once, too
 UPDATED = ("classic, 3 levels, all options", "by rank", "atari")
@@ -190,16 +190,13 @@ def launches_of(case: tuple[Any, ...], *, updates: bool = False) -> dict[str, li
     return found
 
 
-def _scans() -> dict[str, list[Launch]]:
-    calls = {}
+def _sums() -> dict[str, list[Launch]]:
     with recorded() as launches:
-        for length in (100, 100_003):
-            inclusive_prefix_sum(torch.zeros(length, dtype=torch.int64))
-            calls[f"of {length}"] = list(launches)
-            launches.clear()
-        scan(torch.zeros(100_096, dtype=torch.int64), fanout_for("triton"))
-        calls["a level of a tree"] = list(launches)
-    return calls
+        inclusive_prefix_sum(torch.zeros(100_003, dtype=torch.int64))
+        calls = {"prefix sum": list(launches)}
+        launches.clear()
+        MassTree(70_000, torch.device("cpu"), "triton").build()
+        return calls | {"two levels of a tree": launches[:1], "the last level of a tree": launches[1:]}
 
 
 @cache
@@ -208,7 +205,7 @@ def cases(more: bool) -> dict[str, Launch]:
     # a launch is named after the first call that makes it, whether or not there are more
     chosen = {**CASES, **(MORE_CASES if more else {})}
     found = {name: launches_of(case, updates=name in UPDATED) for name, case in chosen.items()}
-    found["prefix sum"] = _scans()
+    found["sums"] = _sums()
     named: dict[str, Launch] = {}
     variants = set()
     for name, calls in found.items():
