@@ -34,7 +34,9 @@ def sum_parts_kernel(values_ptr, sums_ptr, length, blocks, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length", "blocks"])
 def scan_parts_kernel(values_ptr, sums_ptr, out_ptr, length, blocks, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[i] = the sum of the first i + 1 values; a program scans one of at most PARTS parts: see `sum_parts_kernel`."""
+    """out[i] = the sum of the first i + 1 values; a program scans one of at most PARTS parts: see
+    `sum_parts_kernel`.
+    """
     part = tl.program_id(0).to(tl.int64)
     earlier = tl.arange(0, PARTS)
     before = tl.sum(tl.load(sums_ptr + earlier, mask=earlier < part, other=0), axis=0)

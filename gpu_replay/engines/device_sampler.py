@@ -199,7 +199,7 @@ class DeviceSampler:
             replacement=base.replacement,
         )
         schedule = (self._schedule,) if scheduled and self._schedule is not None else ()
-        gather = make_gather(Finish(self._storage.times_sampled, blocks + more, minima, schedule))
+        gather = make_gather(Finish((self._storage.times_sampled, *schedule), blocks + more, minima))
         fixed = 0.0 if isinstance(base.beta, LinearSchedule) else base.beta
 
         integers, floats = (allocator((batch,), dtype, device) for dtype in (torch.int64, torch.float32))

@@ -21,7 +21,7 @@ from gpu_replay.ops.eligibility import Flag, Streams, endings
 from gpu_replay.ops.frame_tiles import moved_frames
 from gpu_replay.ops.launch import Launch, allocator
 from gpu_replay.ops.ring import as_numpy, as_sampled, tensor_of
-from gpu_replay.ops.weights import NOTHING_TO_FINISH, Finish, Gather, weight_programs
+from gpu_replay.ops.weights import READ, Finish, Gather, weight_programs
 
 # bytes of a piece that is gathered and converted while it is in the cache
 _PIECE = 2**21
@@ -153,7 +153,7 @@ class StepStore(Protocol):
 
 
 def plan_gather_windows(
-    storage: StepStore, batch: int, powers: Tensor, counters: Tensor, finish: Finish | None = None, *, shifted: bool
+    storage: StepStore, batch: int, powers: Tensor, counters: Tensor, finish: Finish = READ, *, shifted: bool
 ) -> Gather:
     """Device: all that a batch holds of the eligible starts in (B,) slots; one launch a call. With `finish` it also
     ends their sample.
@@ -180,7 +180,7 @@ def plan_gather_sequences(
     length: int,
     powers: Tensor,
     counters: Tensor,
-    finish: Finish | None = None,
+    finish: Finish = READ,
     *,
     shifted: bool,
 ) -> Gather:
@@ -249,7 +249,7 @@ def _plan_launch(
     powers: Tensor,
     counters: Tensor,
     span: int,
-    finish: Finish | None,
+    finish: Finish,
     *,
     shifted: bool,
 ) -> Callable[..., None]:
@@ -266,7 +266,7 @@ def _plan_launch(
     names = [*storage.observations, *(name for name in storage.fields if name not in apart)]
     fields = tuple(storage.fields[name] for name in names)
     layout, together, items, programs = moved_frames(fields, stacked, batch, shape.stack, shifted, interpreted)
-    weights, draws = weight_programs(batch // span if finish else 0, interpreted)
+    weights, draws = weight_programs(batch // span if finish.counted else 0, interpreted)
     next_names = [f"next_{name}" for name in storage.observations]
     results = "reward", "discount", "terminated", "truncated"
     launch = Launch(
@@ -277,7 +277,9 @@ def _plan_launch(
         streams=(streams.flags, streams.depth, streams.final),
         rewards=(storage.tensors["reward"], powers),
         counters_ptr=counters,
-        **(finish.arguments if finish else NOTHING_TO_FINISH),
+        counted=finish.counted,
+        minima=finish.minima,
+        blocks_drawn=finish.blocks,
         batch=batch,
         num_envs=shape.num_envs,
         steps=shape.steps,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -54,23 +54,14 @@ def reciprocal(divisor: int) -> int:
     return (2**63 - 1) // divisor
 
 
-def addresses(value: Any, near: bool) -> Any:
+def addresses(value: Any) -> Any:
     """Tensors as their addresses, also in tuples, which Triton's launcher takes as they are.
 
-    near: whether tensors that are not on a GPU stay what they are: Triton asks the driver for the address that pinned
-          memory has there.
+    Pinned memory stays a tensor: Triton asks the driver for the address that the device has for it.
     """
     if isinstance(value, tuple):
-        return tuple(addresses(each, near) for each in value)
-    return value.data_ptr() if isinstance(value, Tensor) and (value.is_cuda or not near) else value
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, tuple):
-            yield from _tensors(value)
-        elif isinstance(value, Tensor):
-            yield value
+        return tuple(map(addresses, value))
+    return value.data_ptr() if isinstance(value, Tensor) and not value.is_pinned() else value
 
 
 # what code that Inductor makes allocates with, by type of device
@@ -134,11 +125,10 @@ class Launch:
         from triton.runtime import driver
 
         device, stream_of, run = driver.active.get_current_device(), driver.active.get_current_stream, compiled.run
-        near = any(tensor.is_cuda for tensor in _tensors(self._before + self._after))
         sizes = tuple(self._settings[name] for name in self._kernel.arg_names if name in self._settings)
         # the last three are for hooks
-        before = compiled.function, compiled.packed_metadata, None, None, None, *addresses(self._before, near)
-        programs, after, hooks = self._grid[0], (*addresses(self._after, near), *sizes), knobs.runtime
+        before = compiled.function, compiled.packed_metadata, None, None, None, *addresses(self._before)
+        programs, after, hooks = self._grid[0], (*addresses(self._after), *sizes), knobs.runtime
 
         def again(*arguments: Any) -> None:
             # chains of hooks, or in other versions a hook or None

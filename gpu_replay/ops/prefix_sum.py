@@ -1,8 +1,8 @@
 """Inclusive prefix sums of int64 numbers: draws by rank search those of the masses of all ranks (`DeviceRanks`).
 
 On a device two launches whatever the length: one sums up parts of the numbers, the other scans each part from the sum
-of those before it. This moves 24 bytes a number where one launch could do with 16, but whose programs would have to wait
-for each other's sums.
+of those before it. This moves 24 bytes a number where one launch could do with 16, but whose programs would have to
+wait for each other's sums.
 """
 
 from __future__ import annotations

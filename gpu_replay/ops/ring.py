@@ -19,7 +19,7 @@ from torch import Tensor
 from gpu_replay.fields import Field
 from gpu_replay.ops.batch_memory import LARGE, BatchMemory
 from gpu_replay.ops.launch import Launch, allocator
-from gpu_replay.ops.weights import NOTHING_TO_FINISH, Finish, Gather, weight_programs
+from gpu_replay.ops.weights import READ, Finish, Gather, weight_programs
 
 Result = TypeVar("Result")
 # puts what comes to a place in an array there
@@ -190,7 +190,7 @@ def plan_gather(
     fields: Mapping[str, Field],
     batch: int,
     counters: Tensor,
-    finish: Finish | None = None,
+    finish: Finish = READ,
 ) -> Gather:
     """Device: (B, *shape) rows of every field at (B,) slots; one launch a call. With `finish` it also ends their
     sample.
@@ -199,13 +199,15 @@ def plan_gather(
 
     device, interpreted = counters.device, counters.device.type == "cpu"
     layout, programs = moved_rows(tuple(fields.values()), batch, interpreted, converted=True)
-    weights, draws = weight_programs(batch if finish else 0, interpreted)
+    weights, draws = weight_programs(batch if finish.counted else 0, interpreted)
     launch = Launch(
         gather_kernel,
         weights + programs,
         sources=tuple(stores[name] for name in fields),
         counters_ptr=counters,
-        **(finish.arguments if finish else NOTHING_TO_FINISH),
+        counted=finish.counted,
+        minima=finish.minima,
+        blocks_drawn=finish.blocks,
         batch=batch,
         LAYOUT=layout,
         DRAWS=draws,

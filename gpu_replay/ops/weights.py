@@ -17,26 +17,18 @@ from gpu_replay.ops.launch import per_program
 class Finish(NamedTuple):
     """What the launch that ends a sample counts: see `kernels/weights.py`.
 
-    times_sampled: (slots,) int32 how often each slot was sampled. blocks: of random words that the sample takes.
-    minima:        masses that the draw leaves, the smallest of which has the largest weight.
-    schedule:      () or one (3,) float64, the start, change and steps of beta.
+    counted: (slots,) int32 how often each slot was sampled and, with a schedule, (3,) float64 its start, change and
+             steps; () of rows that are read alone.
+    blocks:  of random words that the sample takes.
+    minima:  masses that the draw leaves, the smallest of which has the largest weight.
     """
 
-    times_sampled: Tensor
-    blocks: int
-    minima: int
-    schedule: tuple[Tensor, ...] = ()
-
-    @property
-    def arguments(self) -> dict[str, object]:
-        """Arguments of that launch."""
-        counted = self.times_sampled, *self.schedule
-        return {"counted": counted, "minima": self.minima, "blocks_drawn": self.blocks}
+    counted: tuple[Tensor, ...] = ()
+    blocks: int = 0
+    minima: int = 0
 
 
-NOTHING_TO_FINISH: dict[str, object] = {"counted": (), "minima": 0, "blocks_drawn": 0}
-
-
+READ = Finish()
 # Takes (B,) slots, then, of a sample, where the words are that move pictures, (1,) int64, or (); its slots, masses,
 # weights, which it fills, and minima; and the exponent of these without a schedule. Returns the fields of the rows.
 Gather = Callable[..., dict[str, Tensor]]
