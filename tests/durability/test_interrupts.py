@@ -15,6 +15,7 @@ import _thread
 import copy
 import faulthandler
 import gc
+import io
 import linecache
 import os
 import random
@@ -23,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -362,7 +363,7 @@ def check_numbered(batch: Any) -> None:
 
 @contextmanager
 def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
-    """Calls that move 1 MB, on two threads where there are any, and checkpoints of many shards."""
+    """Calls that move 1 MB, with two threads of torch, and checkpoints of many shards, with bars that nobody sees."""
     rows = ReplayBuffer(300, NUMBERED, sampler=Proportional(), device="cpu")
     steps = TrajectoryReplayBuffer(300, 1, {**NUMBERED, "action": Field((), torch.int64)}, stack=2, device="cpu")
     rows.add(**numbered(rows, 300))
@@ -381,7 +382,11 @@ def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with mock.patch.object(shards, "SHARED_SHARD_BYTES", 100_000), mock.patch.object(progress, "SHOWN_FROM", 0):
+        with (
+            mock.patch.object(shards, "SHARED_SHARD_BYTES", 100_000),
+            mock.patch.object(progress, "SHOWN_FROM", 0),
+            redirect_stderr(io.StringIO()),
+        ):
             yield {
                 "sample": lambda: check_numbered(rows.sample(260)),
                 "stacks": lambda: check_numbered(steps.sample(64)),
@@ -405,14 +410,14 @@ def interrupt_everywhere(
         for each in others:
             each()
 
-    faulthandler.dump_traceback_later(60, exit=True)
+    faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
     for _ in range(2):
         use()
         call()
     running, total = _thread._count(), places_of(call, everywhere=True)
     try:
         for at in chosen(total):
-            faulthandler.dump_traceback_later(60, exit=True)
+            faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
             with suppress(KeyboardInterrupt):
                 places_of(call, at, KeyboardInterrupt, everywhere=True)
             with ThreadPoolExecutor(1) as other:
