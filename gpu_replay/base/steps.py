@@ -112,7 +112,8 @@ class StepInput:
         else:
             flat: dict[str, Any] = {}
             for name, value in columns.items():
-                column = value if isinstance(value, (Tensor, np.ndarray)) else np.asarray(value, dtype=object)
+                is_array = isinstance(value, np.ndarray)
+                column = value if is_array else validation.as_tensor(f"final_{name}", value, self._device)
                 shape = (*read.shape, *(() if column.dtype == object else self._fields[name].shape))
                 if tuple(column.shape) != shape:
                     raise ValueError(f"'final_{name}' needs shape {list(shape)}; found {list(column.shape)}.")

@@ -128,6 +128,8 @@ EXTENDED: list[tuple[Any, ...]] = [
     ("final_obs", [None] * 3, ValueError, "'final_obs' needs 2 steps; found 3", takes_finals),
     ("final_obs", lambda v: v[..., None], ValueError, r"'final_obs' needs shape \[2, ", takes_finals),
     ("final_obs", lambda v: [np.full(v.shape[1], None)] * 2, ValueError, "None for environment", takes_finals),
+    ("final_obs", Tensor.to_sparse, TypeError, "'final_obs' must be a dense", takes_finals),
+    ("final_obs", {"x": 1}, TypeError, "'final_obs' .*found a dictionary", takes_finals),
 ]
 # tensors without memory that could be read, and numbers that are not all there
 NOT_DENSE: dict[str, Callable[[Tensor], Any]] = {
