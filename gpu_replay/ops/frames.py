@@ -260,7 +260,7 @@ def _plan_launch(
     apart = {*storage.observations, "reward"}
     names = [*storage.observations, *(name for name in storage.fields if name not in apart)]
     fields = tuple(storage.fields[name] for name in names)
-    layout, together, items, programs = moved_frames(fields, stacked, batch, shape.stack, shifted, interpreted)
+    layout, together, items, programs, warps = moved_frames(fields, stacked, batch, shape.stack, shifted, interpreted)
     weights, draws = weight_programs(batch // span if drawn else 0, interpreted)
     sources = (
         tuple(storage.tensors[name] for name in names),
@@ -273,6 +273,7 @@ def _plan_launch(
     launch = Launch(
         gather_windows_kernel,
         weights + programs,
+        num_warps=warps,
         STACKED=stacked,
         LAYOUT=layout,
         ITEMS=items,
