@@ -10,22 +10,36 @@ from gpu_replay.fields import Field
 from gpu_replay.ops.launch import per_program
 from gpu_replay.ops.ring import Layout, Tile, layout_of, piece_columns, tile_for, tile_of
 
+# bytes of a tile, read or written, of 4 warps
+_TILE = 8192
+
+
+def _value_bytes(field: Field) -> int:
+    """Bytes of a value, stored or sampled."""
+    return max(field.dtype.itemsize, field.output_dtype.itemsize)
+
 
 def frame_tile(field: Field, rows: int, shifted: bool, interpreted: bool) -> Tile:
     """The tile of frames that a program moves at once: at most 8 KB, read or written, with 8 words for each thread.
 
     Words are as wide as the rows allow. Short frames get 4 words a thread and at most as many frames as threads, since
     each frame then costs a lookup of its source. If a row is long enough, the threads of a warp move words of one row.
+    Long frames that fill 85% of the lanes are moved whole, up to 16 KB by twice as many threads: then the programs of a
+    batch of hundreds are few enough to run all at once.
     shifted: whether each value has its own address. A thread then moves 16 single values: with 32, Triton 3.6 keeps
              all addresses at once, in 254 registers.
     """
     single = field.dtype.itemsize
     word = 2 * single if shifted else math.gcd(field.row_bytes, 16)
-    values = min(8192 // max(single, field.output_dtype.itemsize), 1024 * word // single)
-    if field.elements <= values // 2:
+    values = min(_TILE // _value_bytes(field), 1024 * word // single)
+    short, width = field.elements <= values // 2, 1 << (field.elements - 1).bit_length()
+    if short:
         values = min(values, 512 * word // single)
     if interpreted:
         return tile_of(field.elements, values, rows, interpreted)
+    frames = 2 * _TILE // (width * _value_bytes(field))
+    if not (short or shifted) and word == 16 and frames and field.elements >= 0.85 * width:
+        return Tile(frames, width, 1)
     columns = piece_columns(field.elements, min(values, 32 * word // single), values)
     return Tile(min(128, values // columns), columns, -(-field.elements // columns))
 
@@ -45,12 +59,13 @@ def pieces_together(blocks: int, chunks: int, interpreted: bool) -> int:
 
 class MovedFrames(NamedTuple):
     """A layout of stacks and single fields, the pieces of frames that a program moves, the items of one that finds
-    windows, and the programs of all."""
+    windows, the programs of all, and the warps of each."""
 
     layout: Layout
     together: int
     items: int
     programs: int
+    warps: int
 
 
 @lru_cache(maxsize=256)
@@ -78,4 +93,8 @@ def moved_frames(
     chunks = [tile.chunks for tile in tiles[:stacked]]
     together = max(map(pieces_together, blocks, chunks, [interpreted] * stacked), default=1)
     moving = sum(count * -(-each // together) for count, each in zip(blocks, chunks, strict=True))
-    return MovedFrames(layout, together, items, moving + layout.programs(batch, stacked) + -(-batch // items))
+    programs = moving + layout.programs(batch, stacked) + -(-batch // items)
+    sizes = [
+        each.rows * each.columns * _value_bytes(field) for each, field in zip(tiles, fields[:stacked], strict=False)
+    ]
+    return MovedFrames(layout, together, items, programs, 8 if max(sizes, default=0) > _TILE else 4)

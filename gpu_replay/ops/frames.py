@@ -265,7 +265,7 @@ def _plan_launch(
     apart = {*storage.observations, "reward"}
     names = [*storage.observations, *(name for name in storage.fields if name not in apart)]
     fields = tuple(storage.fields[name] for name in names)
-    layout, together, items, programs = moved_frames(fields, stacked, batch, shape.stack, shifted, interpreted)
+    layout, together, items, programs, warps = moved_frames(fields, stacked, batch, shape.stack, shifted, interpreted)
     weights, draws = weight_programs(batch // span if finish.counted else 0, interpreted)
     next_names = [f"next_{name}" for name in storage.observations]
     results = "reward", "discount", "terminated", "truncated"
@@ -285,6 +285,7 @@ def _plan_launch(
         steps=shape.steps,
         span=span,
         together=together,
+        num_warps=warps,
         STACKED=stacked,
         LAYOUT=layout,
         ITEMS=items,
