@@ -88,10 +88,11 @@ class DeviceEngine:
     def count_at_least(self, needed: int, skipped: int) -> int:
         """Stored transitions, exact only below `needed`.
 
-        Waits for the device only when adds that others replay may have changed the answer.
+        Waits for the device only when adds that others replay, or an interrupt, may have changed the answer.
         """
         draws = self.draws
-        if draws.added - draws.first < needed and draws.uncounted and not draws.capturing():
+        too_few = draws.added - draws.first < needed and draws.uncounted
+        if (too_few or draws.interrupted) and not draws.capturing():
             draws.look()
         return min(self._storage.capacity, draws.added - draws.first)
 
@@ -106,11 +107,13 @@ class DeviceEngine:
             new_keys, add = self._adds(rows, None if own is None else own.dtype)
             keys = new_keys()
             draws.changed()
+            draws.interrupted = not draws.order.captures
             add(moved, own, keys, ready)
             if draws.order.captures:
                 draws.note_captured(rows)
             else:
                 self.on_replay(rows)
+            draws.interrupted = False
         return keys
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:

@@ -42,8 +42,9 @@ class DeviceSampler:
         self.counters = state.counters
         self.order = stream_order
         self.device = state.counters.device
-        # whether adds were captured that others replay, so that the host cannot count on
-        self.uncounted = False
+        # whether adds were captured that others replay, so that the host cannot count on; and whether an interrupt came
+        # when an add may have been launched, so that the host must look once
+        self.uncounted = self.interrupted = False
         self.masses: DeviceMasses | None = None
         base = self._base = state.base
         if base.kernel is None:
@@ -95,6 +96,7 @@ class DeviceSampler:
     def look(self) -> None:
         """Read the span of live keys, which includes adds replayed elsewhere. Waits for the device."""
         self.first, self.added = self.span()
+        self.interrupted = False
 
     def span(self) -> tuple[int, int]:
         """The smallest live key and the next key; waits for the device."""
@@ -152,15 +154,16 @@ class DeviceSampler:
         sampler.state, sampler._narrowed = self.state.narrowed(allowed), True
         return sampler
 
-    def _kept(self, batch: int, minima: int) -> tuple[Tensor, ...]:
+    def _kept(self, batch: int) -> tuple[Tensor, ...]:
         """Memory for slots, masses and their minima of batches of one size, which the launches of one call alone read;
         () where there are too many sizes to keep it for each.
 
         It is never freed before the buffer, since graphs may have captured it.
         """
         if batch not in self._scratch and len(self._scratch) < _SIZES_KEPT:
-            self._scratch[batch] = torch.empty(2 * batch + minima, dtype=torch.int64, device=self.device)
-        return self._scratch[batch].split((batch, batch, minima)) if batch in self._scratch else ()
+            # rows of whole 16 bytes begin as memory of their own would
+            self._scratch[batch] = torch.empty((3, batch + batch % 2), dtype=torch.int64, device=self.device)
+        return tuple(row[:batch] for row in self._scratch.get(batch, ()))
 
     def make_sample(
         self,
@@ -203,7 +206,7 @@ class DeviceSampler:
         fixed = 0.0 if isinstance(base.beta, LinearSchedule) else base.beta
 
         integers, floats = (allocator((batch,), dtype, device) for dtype in (torch.int64, torch.float32))
-        kept = self._kept(batch, minima)
+        kept = self._kept(batch)
 
         def sample(beta: float | None) -> dict[str, Tensor]:
             slots, masses, lowest = kept or (integers(), integers(), integers())

@@ -160,11 +160,13 @@ class TrajectoryDeviceEngine:
             # into free rows: only the last launch changes what is stored
             if final_rows is not None:
                 self._finals()(final_rows, *flags)
+            draws.interrupted = not draws.order.captures
             step(moved, *flags, own, keys, ready)
             if draws.order.captures:
                 draws.note_captured(self._shape.num_envs)
             else:
                 self.on_replay(self._shape.num_envs)
+            draws.interrupted = False
         return keys
 
     def extend(
@@ -218,14 +220,14 @@ class TrajectoryDeviceEngine:
     def span_of_steps(self) -> tuple[int, int]:
         """The oldest stored step and the next one.
 
-        Waits for the device only when adds that others replay may have changed the answer; while capturing it takes the
-        ring for full then.
+        Waits for the device only when adds that others replay, or an interrupt, may have changed the answer; while
+        capturing it takes the ring for full then.
         """
         steps, envs, draws = self._shape.steps, self._shape.num_envs, self.draws
-        if draws.uncounted:
+        if draws.uncounted or draws.interrupted:
             if draws.capturing():
                 return 0, steps
-            draws.look()
+            self._look()
         return max(draws.first // envs, draws.added // envs - steps), draws.added // envs
 
     # sample
@@ -238,6 +240,8 @@ class TrajectoryDeviceEngine:
         """
         if self.draws.capturing():
             return needed
+        if self.draws.interrupted:
+            self._look()
         least = self._at_least() - skipped
         if least >= needed:
             return least
@@ -245,6 +249,11 @@ class TrajectoryDeviceEngine:
             counts = self.draws.counters.tolist()
             self._eligible, self._overwritten = counts[Counter.ELIGIBLE], 0
             return self._eligible - self._count_newest(counts[Counter.ADDED], skipped)
+
+    def _look(self) -> None:
+        """Read what is stored; how many starts are eligible is read by the next call that asks."""
+        self.draws.look()
+        self._eligible = self._overwritten = 0
 
     def _at_least(self) -> int:
         """A lower bound of the eligible starts, without asking the device."""
