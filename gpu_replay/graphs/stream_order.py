@@ -19,8 +19,8 @@ from torch import Tensor
 from gpu_replay.validation import record_stream
 
 _INTERRUPTED = (
-    "an `add` or `load_state_dict` of this buffer was interrupted between overwriting its rows and counting the new "
-    "ones, so that rows may be mixtures of both. Call clear(), or load a state that was saved."
+    "a `load_state_dict` of this buffer was interrupted, and so was the clear after it: rows may be mixtures of two "
+    "states. Call clear(), or load a state that was saved."
 )
 
 
@@ -55,8 +55,8 @@ class StreamOrder(AbstractContextManager[None]):
     """Orders the calls of one buffer on its device; the caller holds the buffer's lock. On a CPU it does nothing.
 
     device:      of the buffer.
-    interrupted: whether rows of the buffer may be mixtures of two, because an `add` ended between its launches, or a
-                 load half-way: calls then raise RuntimeError.
+    interrupted: whether rows of the buffer may be mixtures of two, because a load ended half-way: calls then raise
+                 RuntimeError.
 
     Calls captured into a CUDA graph are not ordered here: they run whenever the graph is replayed, in the order of the
     captured streams. A replay counts as one call where its owner wraps it in `ordered`.

@@ -348,4 +348,4 @@ def test_the_host_touches_pinned_fields_only_after_it_waited(kind: str, tmp_path
                 if watch.depth:
                     waited.add(name)
         # and only then: a wait costs
-        assert waited == {"state", "save", "copy", "extend"} & set(calls)
+        assert waited == {"state", "save", "copy"} & set(calls)
