@@ -108,8 +108,8 @@ class ReplayBuffer(Buffer):
                   transitions enter with the priority that the sampler's `initial` says.
 
         Raises KeyError for a missing or unknown field, ValueError for a wrong shape, device or a value out of range,
-        TypeError for a dtype that would lose values. Nothing is stored by a call that raises; on CUDA, after an
-        interrupt (KeyboardInterrupt) between its launches, calls raise RuntimeError until `clear` or `load_state_dict`.
+        TypeError for a dtype that would lose values. Nothing is stored by a call that raises; an interrupt
+        (KeyboardInterrupt) comes before the call has stored anything, or after all of it.
         Values of tensors on CUDA are not looked at: floats too large for the field become infinite.
         """
         if is_dynamo_compiling():

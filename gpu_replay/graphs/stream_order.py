@@ -28,8 +28,8 @@ def number_of_current_stream(index: int) -> int:
 _stream_number: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", number_of_current_stream)
 
 _INTERRUPTED = (
-    "a `load_state_dict` of this buffer was interrupted, so that its rows may be mixtures of two states. Call clear(), "
-    "or load a state that was saved."
+    "a `load_state_dict` of this buffer was interrupted, and so was the clear after it: rows may be mixtures of two "
+    "states. Call clear(), or load a state that was saved."
 )
 
 

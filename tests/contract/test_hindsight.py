@@ -206,16 +206,19 @@ def test_rewards_come_in_every_form(form: Any, device: str) -> None:
     assert asked == [((4, 2), torch.float32, torch.float32)]
 
 
-def test_another_thread_adds_while_a_reward_function_works(device: str) -> None:
+def test_another_thread_that_adds_waits_until_the_sample_returns(device: str) -> None:
     def slow(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
-        thread = threading.Thread(target=pair.add, args=[steps_of(pair)])
         thread.start()
-        thread.join(30)
-        assert not thread.is_alive()
+        thread.join(0.2)
+        assert thread.is_alive()
+        assert pair.buffer.added == 9
         return reward_of(achieved, desired)
 
-    pair = stream(".....T...", device, relabel=hindsight(reward_fn=slow))
-    assert len(pair.buffer.sample(8)) == 8
+    pair, twin = (stream(".....T...", device, relabel=hindsight(reward_fn=each)) for each in (slow, reward_of))
+    thread = threading.Thread(target=pair.add, args=[steps_of(pair)])
+    expected = twin.buffer.sample(8)
+    same(pair.buffer.sample(8), expected)
+    thread.join(30)
     assert pair.buffer.added == 10
 
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import random
+import time
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
-from devices import INTERPRETED, scale, thinned
+from devices import INTERPRETED, host_only, scale, thinned
 from devices import device_fixture as device_fixture
 from model import UNIT, place, stratum
 from programs import KINDS, SAMPLERS, Program, any_program, run
 from transitions import EXACT, NUMBER
 
-from gpu_replay import ReplayBuffer
+from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
@@ -109,3 +111,22 @@ def test_a_capacity_of_millions(device: str) -> None:
     # the ring wraps by two: two heavy slots are overwritten with the running maximum
     buffer.add(number=torch.tensor([capacity, capacity + 1], device=device))
     check(scale(1000, 100))
+
+
+@pytest.mark.slow
+@host_only
+@pytest.mark.skipif(find_spec("numba") is None or os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="loops as Python")
+def test_a_million_steps_of_one_environment_are_stored_within_a_second() -> None:
+    count, seconds = 1_000_000, []
+    steps = {"obs": np.zeros((count, 1, 4), np.float32), "action": np.zeros((count, 1), np.int64)}
+    steps |= {"reward": np.ones((count, 1), np.float32), "truncated": np.zeros((count, 1), bool)}
+    steps["terminated"] = (np.arange(count) % 200 == 199)[:, None]
+    fields = {"obs": Field((4,), torch.float32), "action": NUMBER["number"]}
+    # a busy machine may be late, and the first call compiles
+    for _ in range(4):
+        buffer = TrajectoryReplayBuffer(count, 1, fields, n_step=3, sampler=Proportional(), device="cpu")
+        began = time.perf_counter()
+        buffer.extend(**steps)
+        seconds.append(time.perf_counter() - began)
+    assert buffer.stats().eligible > 0.99 * count
+    assert min(seconds) < 1

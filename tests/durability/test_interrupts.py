@@ -5,8 +5,8 @@ a call is one operation that does all that is not put back; after it there is no
 the standard library raise too, after which another thread uses the buffer: no lock may be held for ever.
 
 On a device every launch of a call raises once before it is made, and once after; so does every operation of torch
-between them, allocations among them. What was launched cannot be had back: a buffer whose `add` is interrupted in its
-middle says so and must be cleared or loaded.
+between them, allocations among them. The last launch of a call is its last step; those before it change nothing that is
+stored or drawn from. An `extend` is one call after the other, and leaves the steps before.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ import gpu_replay
 from gpu_replay import Combined, Field, Hindsight, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.checkpoint import progress, shards
 from gpu_replay.engines import device_trajectory
+from gpu_replay.ops.counters import Counter
 from gpu_replay.sharded.group import Group
 
 COMPILED = find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") == "0"
@@ -62,7 +63,7 @@ MORE: dict[str, Any] = {
     "stored": Proportional(initial="stored"),
     "combined-rank": Combined(RankBased(normalize="buffer", initial="stored")),
 }
-Call = Callable[[Any], Any]
+Call = Callable[..., Any]
 
 
 class Interruption(BaseException):
@@ -111,11 +112,12 @@ def calls_of(buffer: Any) -> dict[str, Call]:
     large = torch.tensor([3.0, 1e9, 0.5])
     steps = [given(buffer, ahead=ENVS * number) for number in range(14)]
     long = {name: torch.stack([step[name] for step in steps]) for name in steps[0] if name != "priority"}
+    long["priority"] = torch.arange(14.0 * ENVS).view(14, ENVS)
     calls |= {
         "add a step": lambda each: each.add(**plain | {"priority": large}),
         "add an ending": lambda each: each.add(**plain | {"terminated": one}),
         "add a cut": lambda each: each.add(**plain | {"truncated": everything, "priority": large}),
-        "extend": lambda each: each.extend(**long, priority=torch.arange(14.0 * ENVS).view(14, ENVS)),
+        "extend": lambda each, count=14: each.extend(**{name: values[:count] for name, values in long.items()}),
     }
     if buffer.relabel is None:
         calls["sequences"] = lambda each: each.sample_sequences(2, 2, 1)
@@ -127,7 +129,14 @@ def memory(buffer: Any) -> dict[str, torch.Tensor]:
     # nothing is said of rows that were never written
     stored, tensors = min(buffer.added, buffer.capacity), buffer._state_tensors(buffer.capacity)
     found = {name: (each[:stored] if name.startswith("fields.") else each).clone() for name, each in tensors.items()}
+    if "streams.owner" in found:
+        # nor of final observations that no stored step has
+        unread = found["streams.owner"] < buffer.added - len(buffer)
+        for name in found.keys() & {f"final.{field}" for field in buffer.fields}:
+            found[name][unread] = 0
     found["counters"] = buffer._counters.clone()
+    # what was looked up for an `add` that did not follow
+    found["counters"][Counter.HIGHEST] = 0
     if hasattr(masses := getattr(buffer._draws, "masses", None), "stamps"):
         found["stamps"] = masses.stamps.clone()
     return found
@@ -495,9 +504,8 @@ def under_signals(kind: str, name: str, seed: int, rounds: int, **settings: Any)
 class Places(TorchDispatchMode):
     """Raises at one of the places of a call: launches of its kernels, and operations of torch between them.
 
-    at:     the place, counted from 0. broken: whether all later launches of the call raise as well.
-    launch: number of the last launch that had begun when it raised, 0 for none; `after`: whether that had just ended.
-    count, launches: of the places and launches so far.
+    at:       the place, counted from 0. broken: whether all later ones of the call raise as well.
+    count, launches: of the places and of the launches that were made so far.
     """
 
     within: list[Places] = []  # noqa: RUF012 - the one in progress, if any
@@ -505,9 +513,8 @@ class Places(TorchDispatchMode):
     def __init__(self, at: int = NOWHERE, error: type[BaseException] = Interruption, *, broken: bool = False) -> None:
         super().__init__()
         self.at, self.error, self.broken = at, error, broken
-        self.count = self.launches = self.launch = 0
-        self.after = False
-        self._launching = self._raised = False
+        self.count = self.launches = 0
+        self._launching = False
 
     def made(self, call: Callable[[], Any]) -> Places:
         """Make a call."""
@@ -519,34 +526,25 @@ class Places(TorchDispatchMode):
             self.within.pop()
         return self
 
-    def _place(self) -> bool:
+    def _pass_by(self) -> None:
         self.count += 1
-        if self.count != self.at + 1:
-            return False
-        self._raised, self.launch = True, self.launches
-        return True
-
-    def after_last(self, whole: Places) -> bool:
-        """Whether it raised after the last launch of the call."""
-        return self.after and self.launch == whole.launches
+        if self.count == self.at + 1 or (self.broken and self.count > self.at):
+            raise self.error
 
     def __torch_dispatch__(self, function: Any, _: Any, given: Any = (), named: Any = None) -> Any:
-        if not self._launching and self._place():
-            raise self.error
+        if not self._launching:
+            self._pass_by()
         return function(*given, **(named or {}))
 
     def launched(self, run: Callable[[], Any]) -> None:
-        self.launches += 1
-        if self._place() or (self._raised and self.broken):
-            raise self.error
+        self._pass_by()
         self._launching = True
         try:
             run()
         finally:
             self._launching = False
-        if self._place():
-            self.after = True
-            raise self.error
+        self.launches += 1
+        self._pass_by()
 
 
 @pytest.fixture(name="kernels")
@@ -565,13 +563,9 @@ def kernels_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_launches(empty: Callable[[], Any], first: Any, each: str, call: Call, every: int = 1) -> None:
-    """Raise at every so many places of a call; compare with an untouched buffer, or with one that made the call.
+    """Raise at every so many places of a call; compare with a buffer that did not make it, or with one that did.
 
     empty: makes a buffer, which then gets the state of the first.
-
-    An exception comes before a launch alone: one that has been made does not raise. An interrupt may come after it, but
-    not in a sample. The launches of an `add` belong together: an exception after the first is no end of it, and an
-    interrupt leaves a buffer that says so. An `extend` adds step after step, and takes all of them back.
     """
     saved = first.state_dict()
 
@@ -580,61 +574,22 @@ def check_launches(empty: Callable[[], Any], first: Any, each: str, call: Call, 
         buffer.load_state_dict(saved)
         return buffer
 
-    before, done = again(), again()
-    total = Places().made(lambda: call(done))
-    assert total.launches > 0
-    assert total.count > total.launches
+    made = again()
+    total = Places().made(lambda: call(made))
+    assert total.count > total.launches > 0
     for at in range(0, total.count, every):
-        error = (Interruption, MemoryError)[at % 2]
-        buffer, places, raised = again(), Places(at, error), False
-        try:
+        buffer, untouched, places = again(), again(), Places(at, (Interruption, MemoryError)[at % 2])
+        with pytest.raises(places.error):
             places.made(lambda buffer=buffer: call(buffer))
-        except error:
-            raised = True
-        if places.after and (error is MemoryError or each in ("sample", "sequences")):
-            continue
-        where = f"{each}: place {at} of {total.count}, {error.__name__}, launch {places.launch}"
-        added = each.startswith("add") and places.launch > 0
-        refuses = raised and added and error is Interruption
-        if refuses:
-            check_refuses(buffer, saved)
-        # what failed once was made again
-        outcome = before if raised else done
-        assert raised or added or each == "extend", where
-        if places.after_last(total) and each != "extend" and not refuses:
-            outcome = done
-        wrong = unlike(buffer, memory(outcome))
-        assert not wrong, f"{where}: {wrong}"
-        untouched = again()
-        if outcome is done:
+        if each == "extend" and (added := buffer.added - untouched.added):
+            call(untouched, added // ENVS)
+        elif each != "extend" and places.launches == total.launches:
             call(untouched)
+        wrong = unlike(buffer, memory(untouched))
+        assert not wrong, f"{each}: place {at} of {total.count} after {places.launches} launches: {wrong}"
         for _ in range(2):
             same(buffer.sample(2), untouched.sample(2))
         assert len(buffer) == len(untouched)
-
-
-def check_refuses(buffer: Any, saved: dict[str, Any] | None = None) -> None:
-    """Fail unless a buffer makes no call but those that mend it, and then is like any other."""
-    keys = torch.zeros(1, dtype=torch.int64)
-    calls = (
-        lambda: buffer.sample(2),
-        lambda: buffer.update_priorities(keys, torch.ones(1)),
-        lambda: buffer[keys],
-        buffer.stats,
-        lambda: copy.deepcopy(buffer),
-        lambda: buffer.load_state_dict({}),
-    )
-    for call in calls:
-        with pytest.raises((RuntimeError, KeyError)):
-            call()
-    with pytest.raises(RuntimeError, match=r"interrupted between .* Call clear\(\), or load a state"):
-        buffer.sample(2)
-    if saved is not None:
-        buffer.load_state_dict(saved)
-        return
-    buffer.clear()
-    assert len(buffer) == 0
-    assert buffer.stats().eligible == 0
 
 
 def holding(rows: int) -> ReplayBuffer:
@@ -647,19 +602,17 @@ def holding(rows: int) -> ReplayBuffer:
 
 @pytest.mark.usefixtures("kernels")
 class TestDevice:
-    @chosen(("transitions", "proportional"))
+    @chosen(("transitions", "proportional"), ("same_step", "proportional"))
     def test_an_exception_anywhere_leaves_a_whole_buffer(
         self, kind: str, name: str, full: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # an `extend` adds so many steps at once
-        monkeypatch.setattr(device_trajectory, "_TOGETHER", 8)
+        # an `extend` brings so many steps to the device at once
+        monkeypatch.setattr(device_trajectory, "_TOGETHER", 2 * ENVS)
         first = used(kind, name)
-        calls = calls_of(first)
-        for number, (each, call) in enumerate(calls.items()):
-            if not full and each not in ("add over the seam", "add an ending"):
-                continue
-            every = 23 if each == "extend" else 1 if full and "add" in each else 9 + number
-            check_launches(lambda: new(kind, name), first, each, call, every)
+        for number, (each, call) in enumerate(calls_of(first).items()):
+            if full or each in ("add over the seam", "add an ending"):
+                every = 23 if each == "extend" else 1 if full and "add" in each else 9 + number
+                check_launches(lambda: new(kind, name), first, each, call, every)
 
     @pytest.mark.slow
     def test_an_update_of_two_launches(self) -> None:
@@ -679,16 +632,39 @@ class TestDevice:
                 Places(at, MemoryError).made(lambda buffer=buffer: buffer.load_state_dict(saved))
             check_loaded_or_empty(buffer, before, loaded)
 
-    def test_an_add_whose_second_launch_cannot_be_made_says_so(self) -> None:
-        """The oldest rows are lost: nobody can read or draw a mixture of two."""
-        buffer, twin = (used("transitions", "proportional", 9) for _ in range(2))
-        rows = given(buffer, 3)
-        counted = Places().made(lambda: twin.add(**rows))
-        assert counted.launches == 2
-        places = Places(counted.count - 2, MemoryError, broken=True)
+    def test_a_launch_that_cannot_be_made_is_not_made_again(self) -> None:
+        buffer, untouched = (used("transitions", "proportional", 9) for _ in range(2))
+        rows, tried = given(buffer, 3), []
+
+        def fails(*_: Any, **__: Any) -> None:
+            tried.append(None)
+            raise MemoryError
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernel_class(), "run", fails)
+            with pytest.raises(MemoryError):
+                buffer.add(**rows)
+        assert len(tried) == 1
+        assert not unlike(buffer, memory(untouched))
+        for each in (buffer, untouched):
+            each.add(**rows)
+        same(buffer.sample(3), untouched.sample(3))
+
+    def test_a_load_that_ends_twice_leaves_a_buffer_that_refuses_calls(self) -> None:
+        saved, buffer = holding(700).state_dict(), holding(1000)
         with pytest.raises(MemoryError):
-            places.made(lambda: buffer.add(**rows))
-        assert places.launch == 2
-        check_refuses(buffer)
-        buffer.add(**rows)
-        check_sums(buffer._state.masses)
+            Places(40, MemoryError, broken=True).made(lambda: buffer.load_state_dict(saved))
+        keys = torch.zeros(1, dtype=torch.int64)
+        calls = (
+            lambda: buffer.add(n=keys),
+            lambda: buffer.sample(2),
+            lambda: buffer.update_priorities(keys, torch.ones(1)),
+            lambda: buffer[keys],
+            buffer.stats,
+            lambda: copy.deepcopy(buffer),
+        )
+        for call in calls:
+            with pytest.raises(RuntimeError, match=r"interrupted.* Call clear\(\), or load a state"):
+                call()
+        buffer.load_state_dict(saved)
+        assert not unlike(buffer, memory(holding(700)))

@@ -19,9 +19,11 @@ from hindsight_oracle import ACHIEVED, DESIRED, GOALS, goal_step, hindsight, rew
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
 from pairs import taken_by
+from places import ENVS, given
+from places import make as make_place
 from programs import SAMPLERS, Player, Program, any_program, letters
 from trees import check_sums
-from twins import FIELDS, Twins, check_same, values_of
+from twins import FIELDS, Twins, check_batches, check_same, values_of
 
 from gpu_replay import Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.ops.counters import Counter
@@ -341,11 +343,32 @@ def test_a_replayed_draw_of_what_is_gone_stays_inside(device: str, guards: Guard
         assert int(chosen.places.max()) < streams.shape.finals
 
 
-def test_an_extend_that_is_interrupted_twice_refuses_calls_until_it_is_cleared(
+def test_an_extend_is_what_adds_are_and_what_a_buffer_on_a_cpu_loads(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    host = make_place("same_step")
     monkeypatch.setenv("GPU_REPLAY_BACKEND", "triton")
-    buffer = TrajectoryReplayBuffer(8, 1, {**NUMBER, "obs": NUMBER["n"], "action": NUMBER["n"]}, device=device)
+    added, extended, loaded = (make_place("same_step", device=device) for _ in range(3))
+    # more than the ring holds
+    steps = [given(added, ahead=ENVS * number) | {"priority": torch.arange(1.0, ENVS + 1)} for number in range(25)]
+    for step in steps:
+        added.add(**step)
+    many = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
+    for buffer in (host, extended):
+        keys = buffer.extend(**{name: values.cpu() for name, values in many.items()})
+        assert keys.tolist() == torch.arange(25 * ENVS).view(25, ENVS).tolist()
+    loaded.load_state_dict(host.state_dict())
+    for buffer in (added, extended, loaded):
+        check_same(buffer, host)
+    expected = host.sample(9)
+    for buffer in (added, extended, loaded):
+        check_batches(buffer.sample(9).to("cpu"), expected)
+
+
+def test_an_extend_that_is_interrupted_leaves_the_steps_before_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_REPLAY_BACKEND", "triton")
+    fields = {"n": NUMBER["n"], "obs": NUMBER["n"], "action": NUMBER["n"]}
+    buffer, twin = (TrajectoryReplayBuffer(8, 1, fields, device=device) for _ in range(2))
 
     def steps(first: int, count: int) -> dict[str, Any]:
         number = torch.arange(first, first + count)[:, None]
@@ -353,27 +376,20 @@ def test_an_extend_that_is_interrupted_twice_refuses_calls_until_it_is_cleared(
         return {"n": number, "obs": number, "action": number, "reward": number.float(), **flags}
 
     buffer.extend(**steps(0, 8))
-    draws = buffer._engine.draws
-    write, settle, calls = draws.write, draws.stream_order.settle, []
+    add_step, calls = buffer._engine.add_step, iter(range(3))
 
-    def interrupted(values: Any, rows: int) -> None:
-        write(values, rows)
-        raise KeyboardInterrupt
-
-    def again() -> None:
-        calls.append(None)
-        # the first call saves what will be overwritten, the second one brings it back
-        if len(calls) == 2:
+    def interrupted(*step: Any) -> torch.Tensor:
+        if next(calls, None) is None:
             raise KeyboardInterrupt
-        settle()
+        return add_step(*step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(draws, "write", interrupted)
-        patch.setattr(draws.stream_order, "settle", again)
+        patch.setattr(buffer._engine, "add_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            buffer.extend(**steps(100, 4))
-    with pytest.raises(RuntimeError, match="interrupted"):
-        buffer.sample(4)
-    buffer.clear()
-    buffer.extend(**steps(0, 8))
-    assert buffer[buffer.keys()[:-1]].n.tolist() == list(range(7))
+            buffer.extend(**steps(8, 6))
+    twin.extend(**steps(0, 11))
+    for _ in range(2):
+        check_same(buffer, twin)
+        check_batches(buffer.sample(4), twin.sample(4))
+        for each in (buffer, twin):
+            each.extend(**steps(11, 3))
