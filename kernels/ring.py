@@ -87,7 +87,10 @@ def gather_kernel(
 
 @triton.jit
 def write_rows(inputs, stores, added, local, rows, skipped, capacity, LAYOUT: tl.constexpr):
-    """stores[f][(added + i) % capacity] = inputs[f][i] for skipped <= i < rows; a program moves a tile of one field."""
+    """stores[f][(added + i) % capacity] = inputs[f][i] for skipped <= i < rows; a program moves a tile of one field.
+
+    local: the program's number, from 0 on. Returns it among the programs that come after those.
+    """
     kept = rows - skipped
     start = (added + skipped) % capacity
     for f in tl.static_range(len(LAYOUT.widths)):
@@ -103,3 +106,4 @@ def write_rows(inputs, stores, added, local, rows, skipped, capacity, LAYOUT: tl
             place = slot[:, None] * LAYOUT.widths[f] + column[None, :]
             tl.store(stores[f] + place, values.to(stores[f].dtype.element_ty), mask=live)
         local -= programs
+    return local

@@ -66,6 +66,7 @@ def final_rows(
     named,
     ends,
     owner_ptr,
+    added,
     kept,
     oldest,
     finals,
@@ -74,9 +75,10 @@ def final_rows(
     HINDSIGHT: tl.constexpr,
     BEFORE: tl.constexpr = 128,
 ):
-    """Rows of the pool for the final observations of environments from `first` on, and whether they are free to take.
+    """Rows of the pool for the final observations of environments from `first` on, and whether this step takes them.
 
-    Rows go by the order of the environments, after the `kept` that there were.
+    Rows go by the order of the environments, after the `kept` that there were. A row is free until the step of key
+    `added + env` has claimed it, which other programs of the launch may have done by now, or not yet.
     """
     wants = tl.full([BEFORE], 0, tl.int64)
     for begin in range(0, first, BEFORE):
@@ -87,8 +89,43 @@ def final_rows(
     few = (keeps > 0) & (rank < finals)
     place = remainder(kept, finals, per_finals) + rank
     place = tl.where(place < finals, place, place - finals)
+    # an atomic that changes nothing, since another program may write it: no owner is below -1
+    owner = tl.atomic_max(owner_ptr + place, tl.full(place.shape, -1, tl.int64), mask=few, sem="relaxed")
     # owners are in the order of their keys, so the free rows come first
-    return place, few & (tl.load(owner_ptr + place, mask=few, other=0) < oldest)
+    return place, few & ((owner < oldest) | (owner == added + env))
+
+
+@triton.jit
+def keep_finals(
+    inputs,
+    pools,
+    ends,
+    owner_ptr,
+    added,
+    kept,
+    oldest,
+    local,
+    envs,
+    finals,
+    per_finals,
+    LAYOUT: tl.constexpr,
+    HINDSIGHT: tl.constexpr,
+):
+    """pools[f][place] = inputs[f][e] for the environments whose final observations are kept; a program moves a tile."""
+    for f in tl.static_range(len(LAYOUT.widths)):
+        programs = programs_of(envs, f, LAYOUT)
+        if (local >= 0) & (local < programs):
+            env, column = tile_at(local, f, LAYOUT)
+            first = local // LAYOUT.chunks[f] * LAYOUT.rows[f]
+            place, taken = final_rows(
+                env, env < envs, ends, owner_ptr, added, kept, oldest, finals, per_finals, first, HINDSIGHT
+            )
+            live = taken[:, None] & (column < LAYOUT.widths[f])[None, :]
+            # rows that are not kept may hold anything, and are not read
+            values = tl.load(inputs[f] + env[:, None] * LAYOUT.widths[f] + column[None, :], mask=live, other=0)
+            target = pools[f] + place[:, None] * LAYOUT.widths[f] + column[None, :]
+            tl.store(target, values.to(pools[f].dtype.element_ty), mask=live)
+        local -= programs
 
 
 @triton.jit(
@@ -106,12 +143,14 @@ def final_rows(
 )
 def add_step_kernel(
     stores,
+    pools,
     tree,
     eligible,
     streams,
     counters_ptr,
     times_sampled_ptr,
     inputs,
+    final_inputs,
     ends,
     priority,
     keys_ptr,
@@ -130,15 +169,17 @@ def add_step_kernel(
     FRAMES: tl.constexpr,
     SOURCE: tl.constexpr,
     NEXT_STEP: tl.constexpr,
-    WITH_FINALS: tl.constexpr,
+    FINAL_LAYOUT: tl.constexpr,
     HINDSIGHT: tl.constexpr,
 ):
     """Store a step and its flags, take away the starts that it costs, and add those that it completes.
 
     A program has ENVS environments, and alone touches their slots; sums above them change by atomics. It looks at the
-    last AGES starts of each, which the step may complete, and FRAMES that may lose a frame of their stack. The last
-    program to finish moves the ring on.
+    last AGES starts of each, which the step may complete, and FRAMES that may lose a frame of their stack. The programs
+    after the first `stepping` ones move rows of the fields and final observations. The last program to finish moves the
+    ring on.
 
+    pools, final_inputs: of final observations, where some came with the step; FINAL_LAYOUT is that of these.
     tree:     levels, extremes and rule of the masses, as in `add_kernel`; without masses those of eligible starts.
     eligible: levels of the tree of eligible starts beside one of masses, or ().
     streams:  flags, depth, pending, final, owner, spans and parted of `ops.eligibility.Streams`.
@@ -150,13 +191,14 @@ def add_step_kernel(
     levels, extremes, rule = tree
     terminated_ptr, truncated_ptr = ends
     MASSES: tl.constexpr = len(rule) > 0
+    WITH_FINALS: tl.constexpr = len(final_inputs) > 0
     program = tl.program_id(0).to(tl.int64)
     added, finals_kept = tl.load(counters_ptr + ADDED), tl.load(counters_ptr + FINALS)
     count = tl.full([], 0, tl.int64)
+    oldest = tl.maximum(tl.load(counters_ptr + FIRST), added + envs - capacity)
     if program < stepping:
         env = program * ENVS + tl.arange(0, ENVS)
         named = env < envs
-        oldest = tl.maximum(tl.load(counters_ptr + FIRST), added + envs - capacity)
         # slot of the first environment, and its place among the pending masses
         lines = envs.to(tl.int64) * (n_step + 1)
         head = remainder(added, capacity, per_capacity)
@@ -182,15 +224,14 @@ def add_step_kernel(
 
         kept = env * 0
         if WITH_FINALS:
-            place, free = final_rows(
-                env, named, ends, owner_ptr, finals_kept, oldest, finals, per_finals, program * ENVS, HINDSIGHT
+            place, taken = final_rows(
+                env, named, ends, owner_ptr, added, finals_kept, oldest, finals, per_finals, program * ENVS, HINDSIGHT
             )
-            # copies of a thread's row in other threads have been read before it changes
-            tl.debug_barrier()
-            tl.store(owner_ptr + place, added + env, mask=free)
-            tl.store(final_ptr + slot, place.to(tl.int32), mask=free)
-            flags = tl.where(free, flags | FINAL, flags)
-            kept = free.to(tl.int64)
+            # claims the row: no earlier owner has a larger key
+            tl.atomic_max(owner_ptr + place, added + env, mask=taken, sem="relaxed")
+            tl.store(final_ptr + slot, place.to(tl.int32), mask=taken)
+            flags = tl.where(taken, flags | FINAL, flags)
+            kept = taken.to(tl.int64)
 
         initial = tl.full([], 1, tl.int64)
         if MASSES:
@@ -270,7 +311,23 @@ def add_step_kernel(
             tl.atomic_max(counters_ptr + PENDING_MAX_MASS, tl.max(tl.max(pending_mass, axis=1), axis=0), sem="relaxed")
         count += tl.sum(kept, axis=0)
     else:
-        write_rows(inputs, stores, added, program - stepping, envs, envs * 0, capacity, LAYOUT)
+        local = write_rows(inputs, stores, added, program - stepping, envs, envs * 0, capacity, LAYOUT)
+        if WITH_FINALS:
+            keep_finals(
+                final_inputs,
+                pools,
+                ends,
+                owner_ptr,
+                added,
+                finals_kept,
+                oldest,
+                local,
+                envs.to(tl.int64),
+                finals,
+                per_finals,
+                FINAL_LAYOUT,
+                HINDSIGHT,
+            )
 
     last, all_kept = last_of(counters_ptr, tl.num_programs(0), count)
     if last:
@@ -279,42 +336,3 @@ def add_step_kernel(
         if WITH_FINALS:
             tl.store(counters_ptr + FINALS, finals_kept + all_kept)
         tl.store(counters_ptr + ADDED, added + envs)
-
-
-@triton.jit(do_not_specialize=["envs", "capacity", "finals", "per_finals"])
-def keep_finals_kernel(
-    pools,
-    owner_ptr,
-    counters_ptr,
-    inputs,
-    ends,
-    envs,
-    capacity,
-    finals,
-    per_finals,
-    LAYOUT: tl.constexpr,
-    HINDSIGHT: tl.constexpr,
-):
-    """pools[f][place] = inputs[f][e] for the environments whose final observation `add_step_kernel` will keep.
-
-    Rows that are free alone are written: nothing that is stored changes.
-    """
-    envs = envs.to(tl.int64)
-    oldest = tl.maximum(tl.load(counters_ptr + FIRST), tl.load(counters_ptr + ADDED) + envs - capacity)
-    kept = tl.load(counters_ptr + FINALS)
-    # the program's number among those of the current field
-    local = tl.program_id(0).to(tl.int64)
-    for f in tl.static_range(len(LAYOUT.widths)):
-        programs = programs_of(envs, f, LAYOUT)
-        if (local >= 0) & (local < programs):
-            env, column = tile_at(local, f, LAYOUT)
-            first = local // LAYOUT.chunks[f] * LAYOUT.rows[f]
-            place, free = final_rows(
-                env, env < envs, ends, owner_ptr, kept, oldest, finals, per_finals, first, HINDSIGHT
-            )
-            live = free[:, None] & (column < LAYOUT.widths[f])[None, :]
-            # rows that are not kept may hold anything, and are not read
-            values = tl.load(inputs[f] + env[:, None] * LAYOUT.widths[f] + column[None, :], mask=live, other=0)
-            target = pools[f] + place[:, None] * LAYOUT.widths[f] + column[None, :]
-            tl.store(target, values.to(pools[f].dtype.element_ty), mask=live)
-        local -= programs

@@ -23,7 +23,6 @@ from gpu_replay.ops.eligibility import (
     GivenFinals,
     endings,
     plan_add_step,
-    plan_keep_finals,
     powers_of,
     sequence_starts,
 )
@@ -42,7 +41,7 @@ _TOGETHER = 2**16
 
 
 class TrajectoryDeviceEngine:
-    """Adds steps, samples and reads windows of one trajectory buffer, in at most 2, 2 and 1 launches; draws by rank
+    """Adds steps, samples and reads windows of one trajectory buffer, in 1, 2 and 1 launches; draws by rank
     sort as well.
 
     The buffer has checked all arguments and holds the lock.
@@ -68,11 +67,10 @@ class TrajectoryDeviceEngine:
                 draws.state.eligible_tree,
                 counters,
                 storage.times_sampled,
+                storage.finals if with_final else {},
                 draws.source,
-                with_final=with_final,
             )
         )
-        self._finals = plans(lambda: plan_keep_finals(streams, storage.finals, fields, counters))
         # windows to read, by their number
         self._windows = plans(lambda batch: plan_gather_windows(storage, batch, powers, counters, shifted=False))
         # single steps, by their number
@@ -144,7 +142,7 @@ class TrajectoryDeviceEngine:
         finals: dict[str, Tensor] | None,
         ready: bool,
     ) -> Tensor:
-        """Store one step of all environments and return its (num_envs,) keys; 1 launch, 2 with final observations.
+        """Store one step of all environments and return its (num_envs,) keys; 1 launch.
 
         ready: whether a kernel can read the values as they are.
         """
@@ -157,11 +155,8 @@ class TrajectoryDeviceEngine:
             keys = self._new_keys()
             step = self._steps(None if own is None else own.dtype, final_rows is not None)
             draws.changed()
-            # into free rows: only the last launch changes what is stored
-            if final_rows is not None:
-                self._finals()(final_rows, *flags)
             draws.interrupted = not draws.order.captures
-            step(moved, *flags, own, keys, ready)
+            step(moved, final_rows, *flags, own, keys, ready)
             if draws.order.captures:
                 draws.note_captured(self._shape.num_envs)
             else:

@@ -174,16 +174,16 @@ def plan_add_step(
     eligible_tree: MassTree | None,
     counters: Tensor,
     times_sampled: Tensor,
+    pools: Mapping[str, Tensor],
     source: int | None,
-    *,
-    with_final: bool,
-) -> Callable[[Mapping[str, Tensor], Tensor, Tensor, Tensor | None, Tensor, bool], None]:
-    """Device: store a step, by its flags `terminated` and `truncated`, (num_envs,) bool, and its priorities or None,
-    and put its keys into a (num_envs,) int64; one launch a call. Its last argument says that all values are aligned.
+) -> Callable[..., None]:
+    """Device: store a step; one launch a call. It takes the values, final observations or None, the flags `terminated`
+    and `truncated`, (num_envs,) bool, priorities or None, the keys to be filled, (num_envs,) int64, and whether all
+    values are aligned.
 
     masses, eligible_tree: the trees that this buffer keeps over the starts of windows, one or both.
     source:        where the initial mass is found if it is there; else it is the one given to `masses`.
-    with_final:    whether final observations came with the step, for `plan_keep_finals` to copy.
+    pools:         (finals, *shape) of each observation field, where final observations come with the steps; else none.
 
     Priorities are of one dtype, or missing, in all calls.
     """
@@ -198,12 +198,15 @@ def plan_add_step(
     envs = envs_per_program(shape.num_envs, max(ages, frames), counters.device.type == "cpu")
     names, interpreted = tuple(fields), counters.device.type == "cpu"
     layout, moving = moved_rows(tuple(fields.values()), shape.num_envs, interpreted)
+    final_names = tuple(pools)
+    final_layout, keeping = moved_rows(tuple(fields[name] for name in final_names), shape.num_envs, interpreted)
     stepping = -(-shape.num_envs // envs)
     find_highest = plan_extreme(masses.tree, counters, low=False) if masses and source == Counter.HIGHEST else None
     launch = Launch(
         add_step_kernel,
-        stepping + moving,
+        stepping + moving + keeping,
         stores=tuple(stores[name] for name in names),
+        pools=tuple(pools.values()),
         tree=(tree.levels, (), ()) if masses is None else masses.arguments,
         eligible=() if masses is None or eligible_tree is None else eligible_tree.levels,
         streams=streams.tensors,
@@ -224,12 +227,13 @@ def plan_add_step(
         FRAMES=frames,
         SOURCE=-1 if source is None else source,
         NEXT_STEP=shape.next_step,
-        WITH_FINALS=with_final and shape.finals > 0,
+        FINAL_LAYOUT=final_layout,
         HINDSIGHT=shape.hindsight,
     )
 
     def add_step(
         values: Mapping[str, Tensor],
+        finals: Mapping[str, Tensor] | None,
         terminated: Tensor,
         truncated: Tensor,
         priorities: Tensor | None,
@@ -238,43 +242,9 @@ def plan_add_step(
     ) -> None:
         if find_highest is not None:
             find_highest()
-        inputs = tuple([values[name] for name in names])
+        inputs, kept = tuple([values[name] for name in names]), tuple([(finals or {})[name] for name in final_names])
         ends = terminated.view(torch.uint8), truncated.view(torch.uint8)
         own = () if masses is None or priorities is None else (priorities,)
-        launch(inputs, ends, own, keys, aligned=(ready or aligned(*inputs)) and aligned(*ends, *own))
+        launch(inputs, kept, ends, own, keys, aligned=(ready or aligned(*inputs)) and aligned(*kept, *ends, *own))
 
     return add_step
-
-
-def plan_keep_finals(
-    streams: Streams, pools: Mapping[str, Tensor], fields: Mapping[str, Field], counters: Tensor
-) -> Callable[[Mapping[str, Tensor], Tensor, Tensor], None]:
-    """Device: copy the final observations that the next `plan_add_step` will keep, by its flags, to their rows; one
-    launch a call, which changes nothing that is stored.
-
-    pools: (finals, *shape) of each observation field. The calls are given the same names, (num_envs, *shape).
-    """
-    from gpu_replay.kernels.steps import keep_finals_kernel
-
-    shape, names, targets = streams.shape, tuple(pools), tuple(pools.values())
-    layout, programs = moved_rows(tuple(fields[name] for name in names), shape.num_envs, counters.device.type == "cpu")
-    launch = Launch(
-        keep_finals_kernel,
-        programs,
-        pools=targets,
-        owner_ptr=streams.owner,
-        counters_ptr=counters,
-        envs=shape.num_envs,
-        capacity=shape.slots,
-        finals=shape.finals,
-        per_finals=reciprocal(max(1, shape.finals)),
-        LAYOUT=layout,
-        HINDSIGHT=shape.hindsight,
-    )
-
-    def keep_finals(finals: Mapping[str, Tensor], terminated: Tensor, truncated: Tensor) -> None:
-        values = tuple([finals[name] for name in names])
-        ends = terminated.view(torch.uint8), truncated.view(torch.uint8)
-        launch(values, ends, aligned=aligned(*values, *ends))
-
-    return keep_finals

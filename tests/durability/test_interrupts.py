@@ -43,7 +43,16 @@ from trees import check_sums
 from twins import check_batches
 
 import gpu_replay
-from gpu_replay import Combined, Field, Hindsight, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay import (
+    Combined,
+    Field,
+    Hindsight,
+    Proportional,
+    RankBased,
+    ReplayBuffer,
+    TrajectoryReplayBuffer,
+    Uniform,
+)
 from gpu_replay.checkpoint import progress, shards
 from gpu_replay.engines import device_trajectory
 from gpu_replay.ops.counters import Counter
@@ -668,3 +677,41 @@ class TestDevice:
                 call()
         buffer.load_state_dict(saved)
         assert not unlike(buffer, memory(holding(700)))
+
+    @pytest.mark.parametrize("kind", ["transitions", "next_step"])
+    def test_an_add_that_was_interrupted_after_its_launch_is_counted(self, kind: str) -> None:
+        """Else a draw without replacement finds fewer transitions than it was promised, or none."""
+        buffer, twin = (make(kind, sampler=Uniform(), capacity=4 * ENVS) for _ in range(2))
+        for adds in range(1, 8):
+            rows = given(buffer, 3)
+            places = Places().made(lambda rows=rows: twin.add(**rows))
+            with pytest.raises(Interruption):
+                Places(places.count - 1).made(lambda rows=rows: buffer.add(**rows))
+            if adds % 3 == 1 and (most := twin.stats().eligible):
+                same(buffer.sample(most), twin.sample(most))
+                with pytest.raises(ValueError, match=f"the buffer holds {most}"):
+                    buffer.sample(most + 1)
+
+    def test_final_observations_stay_until_their_step_is_overwritten(self) -> None:
+        """Those of the next step are written before it is; the oldest step can be drawn until then."""
+        settings = {"sampler": Uniform(replacement=True), "capacity": 3 * ENVS, "stack": 1, "n_step": 1}
+        buffer = make("same_step", final_capacity=2, random_shift=0, **settings)
+        ends = {"terminated": torch.zeros(ENVS, dtype=torch.bool), "truncated": torch.ones(ENVS, dtype=torch.bool)}
+        rows, run, calls = given(buffer) | ends, kernel_class().run, []
+        launches = Places().made(lambda: buffer.add(**rows)).launches
+
+        def fails_last(*given: Any, **named: Any) -> None:
+            calls.append(None)
+            if len(calls) == launches:
+                raise MemoryError
+            run(*given, **named)
+
+        for _ in range(6):
+            rows, before = given(buffer) | ends, memory(buffer)
+            calls.clear()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kernel_class(), "run", fails_last)
+                with pytest.raises(MemoryError):
+                    buffer.add(**rows)
+            assert not unlike(buffer, before)
+            buffer.add(**rows)

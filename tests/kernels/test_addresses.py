@@ -157,8 +157,8 @@ def of_steps(sampler: str, fields: Any, reached: Any, envs: int = 2, settings: A
 
 OBS = {"obs": Field((8,), torch.uint8), **ACTION}
 # fields and rewards, metadata, final observations, and trees
-STARTS = {"add_step_kernel": 9, "keep_finals_kernel": 2, "gather_windows_kernel": 8}
-WITH_GOALS = {"add_step_kernel": 11, "keep_finals_kernel": 3, "gather_windows_kernel": 9}
+STARTS = {"add_step_kernel": 10, "gather_windows_kernel": 8}
+WITH_GOALS = {"add_step_kernel": 13, "gather_windows_kernel": 9}
 WITH_GOALS |= {"choose_goals_kernel": 4, "gather_kernel": 2, "draw_kernel": 1}
 BY_MASS = {"add_step_kernel": 10, "gather_windows_kernel": 7, "draw_kernel": 2, "update_kernel": 2}
 CASES = {

@@ -30,8 +30,6 @@ UPDATES = ("update", "update of starts", "update of hundreds", "update of a thou
 LAUNCHES = dict.fromkeys((*ADDS, *UPDATES), 1) | dict.fromkeys(SAMPLES, 2)
 # an extreme of all stored masses is known once all programs of a launch have looked for it
 HIGHEST, LOWEST = dict.fromkeys(ADDS, 1), dict.fromkeys(SAMPLES, 1)
-# final observations are copied before the step
-KEPT = {"step with final observation": 1}
 # which rows get other goals, those goals, and the end of the sample
 RELABELED = {"starts": 3}
 SETTLED = {"update of thousands": 2}
@@ -54,10 +52,9 @@ def test_a_call_makes_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch, "sort", lambda *given, **named: (sorts.append(1), sort(*given, **named))[1])
     base = getattr(case[2], "base", case[2])
     by_rank, prioritized = isinstance(base, RankBased), isinstance(base, RankBased | Proportional)
-    keeps = len(case) == 4 and case[3].get("autoreset", "next_step") != "next_step"
     stored, relabeled = getattr(base, "initial", None) == "stored", len(case) == 4 and "relabel" in case[3]
     lowest = isinstance(base, Proportional) and base.normalize == "buffer"
-    more = ((stored, HIGHEST), (lowest, LOWEST), (keeps, KEPT), (by_rank, ORDERED), (relabeled, RELABELED))
+    more = ((stored, HIGHEST), (lowest, LOWEST), (by_rank, ORDERED), (relabeled, RELABELED))
     wanted = LAUNCHES | (SETTLED if prioritized else {"update of thousands": 1})
     for applies, launches in more:
         wanted |= {call: wanted[call] + count for call, count in launches.items() if applies}
@@ -115,7 +112,7 @@ def test_the_same_call_of_streams_of_other_sizes_is_the_same_compiled_code() -> 
                 buffer._engine.sample(batch, None)
                 buffer.update_priorities(torch.arange(batch), torch.ones(batch))
     # a gather of goals, and one that ends the sample alone
-    check_variants(launches, 7, {"gather_kernel None": 2})
+    check_variants(launches, 6, {"gather_kernel None": 2})
 
 
 # plans
