@@ -11,7 +11,7 @@ from .random import ROUNDS_OF_FEW, floor_of_product, permuted_rank, words_at
 def choose_goals_kernel(
     streams,
     counters_ptr,
-    slots_ptr,
+    drawn_ptr,
     outputs,
     count,
     batch,
@@ -29,6 +29,7 @@ def choose_goals_kernel(
     EPISODE: any stored one; else one from the row's own on. Its words begin `after` blocks on. A
     replayed graph may have drawn slots that are not live: every access is in bounds.
 
+    drawn:   slots of the batch.
     streams: flags, depths, spans, spans of clipped episodes, rows of final observations. outputs: rows, known, slots,
     and, where final observations are kept, their rows.
     """
@@ -42,7 +43,7 @@ def choose_goals_kernel(
     capacity = envs.to(tl.int64) * steps
     row = permuted_rank(draw, live, batch.to(tl.int64), block, seed)
     # rows past the end look at slot 0 and write nothing; slots and steps have 31 bits
-    slot = tl.load(slots_ptr + row, mask=live, other=0).to(tl.int32)
+    slot = tl.load(drawn_ptr + row, mask=live, other=0).to(tl.int32)
     line = slot // envs
     env = slot - line * envs
     newest = (added % capacity).to(tl.int32) // envs - 1
