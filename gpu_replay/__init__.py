@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gpu_replay.errors import CheckpointError
     from gpu_replay.fields import Field
     from gpu_replay.hindsight import Hindsight
-    from gpu_replay.samplers import Combined, Latest, LinearSchedule, Proportional, RankBased, Uniform
+    from gpu_replay.samplers import Combined, Latest, LinearSchedule, Proportional, RankBased, Sampler, Uniform
     from gpu_replay.sharded.buffer import ShardedReplayBuffer
     from gpu_replay.stats import Stats
     from gpu_replay.trajectory_buffer import TrajectoryReplayBuffer
@@ -35,6 +35,7 @@ __all__ = [
     "Latest",
     "Combined",
     "LinearSchedule",
+    "Sampler",
     "Hindsight",
     "Stats",
     "CheckpointError",
@@ -43,7 +44,9 @@ __all__ = [
 
 # modules whose names differ from the names that they export
 _MODULES = {"ReplayBuffer": "buffer", "TrajectoryReplayBuffer": "trajectory_buffer"}
-_MODULES |= dict.fromkeys(("Uniform", "Proportional", "RankBased", "Latest", "Combined", "LinearSchedule"), "samplers")
+_MODULES |= dict.fromkeys(
+    ("Uniform", "Proportional", "RankBased", "Latest", "Combined", "LinearSchedule", "Sampler"), "samplers"
+)
 _MODULES |= {"Field": "fields", "CheckpointError": "errors"}
 _MODULES["ShardedReplayBuffer"] = "sharded.buffer"
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from gpu_replay.validation import check_choice, check_float, check_int
+from gpu_replay.validation import MOST_EXPONENT, check_choice, check_float, check_int
 
 
 def _flag(owner: str, name: str, value: object) -> None:
@@ -27,7 +26,7 @@ class LinearSchedule:
     steps: number of `sample` calls from `start` to `end`, at least 1.
 
     The buffer counts the steps (one for each `sample`), so that the count is checkpointed and, on CUDA, lives on
-    the device. Raises TypeError or ValueError for numbers that are not finite or `steps` below 1.
+    the device. Raises TypeError or ValueError for numbers beyond 1e100 and for `steps` below 1 or beyond 63 bits.
     """
 
     start: float
@@ -37,9 +36,9 @@ class LinearSchedule:
     def __post_init__(self) -> None:
         _put(
             self,
-            start=check_float("LinearSchedule start", self.start, -math.inf),
-            end=check_float("LinearSchedule end", self.end, -math.inf),
-            steps=check_int("LinearSchedule steps", self.steps, 1),
+            start=check_float("LinearSchedule start", self.start, -MOST_EXPONENT, MOST_EXPONENT),
+            end=check_float("LinearSchedule end", self.end, -MOST_EXPONENT, MOST_EXPONENT),
+            steps=check_int("LinearSchedule steps", self.steps, 1, 2**63 - 1),
         )
 
     def __call__(self, step: int) -> float:
@@ -67,7 +66,11 @@ class Proportional:
 
     alpha:      0 is uniform, 1 fully proportional; at least 0.
     beta:       exponent of the importance weights, a number at least 0 or a LinearSchedule.
-    eps:        added to every priority, so that none is zero.
+    eps:        added to every priority. A mass is never below one unit, 2^-20: a priority of 0 with `eps=0` counts as
+                that, and so do TD errors below 1e-6 with `alpha=1` (with `alpha=0.6` below 1e-10). Masses are whole
+                units, so with alpha near 1 small ones are coarse: with `alpha=1` that of a TD error is off by up to
+                0.5% from 1e-4 on, 4% from 1e-5 on, 20% from 1e-6 on and 33% below (with `alpha=0.6` 0.2% at most).
+                Weights are those of the rounded masses, so they stay consistent.
     clip:       largest value of priority + eps, or None.
     initial:    priority of new transitions: "running" the largest ever given (1.0 before any), "stored" the largest
                 among those stored now (1.0 when there is none), or a number.
@@ -89,7 +92,7 @@ class Proportional:
     def __post_init__(self) -> None:
         _check_prioritized(self)
         clip = None if self.clip is None else check_float("Proportional clip", self.clip, above=True)
-        _put(self, eps=check_float("Proportional eps", self.eps), clip=clip)
+        _put(self, eps=check_float("Proportional eps", self.eps, high=MOST_EXPONENT), clip=clip)
 
 
 @dataclass(frozen=True)
@@ -119,12 +122,12 @@ class RankBased:
 def _check_prioritized(sampler: Proportional | RankBased) -> None:
     """Check the settings that both samplers have, or raise TypeError / ValueError."""
     owner = type(sampler).__name__
-    _put(sampler, alpha=check_float(f"{owner} alpha", sampler.alpha))
+    _put(sampler, alpha=check_float(f"{owner} alpha", sampler.alpha, high=MOST_EXPONENT))
     if isinstance(sampler.beta, LinearSchedule):
         check_float(f"{owner} beta.start", sampler.beta.start)
         check_float(f"{owner} beta.end", sampler.beta.end)
     else:
-        _put(sampler, beta=check_float(f"{owner} beta", sampler.beta))
+        _put(sampler, beta=check_float(f"{owner} beta", sampler.beta, high=MOST_EXPONENT))
     if isinstance(sampler.initial, str):
         if sampler.initial not in ("running", "stored"):
             raise ValueError(f"{owner} initial must be 'running', 'stored' or a number; found {sampler.initial!r}.")

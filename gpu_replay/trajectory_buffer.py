@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 
 _FLAG = Field((), torch.bool)
+# a shift is drawn from 16 random bits
+_MOST_SHIFT = 2**15 - 1
 OwnStream = TypeVar("OwnStream", bound="TrajectoryReplayBuffer")
 
 
@@ -131,7 +133,7 @@ class TrajectoryReplayBuffer(Buffer):
         self._gamma = check_float("gamma", gamma, high=1.0)
         self._autoreset: Autoreset = autoreset  # type: ignore[assignment]
         self._padding: Padding = check_choice("padding", padding, get_args(Padding))
-        self._random_shift = check_int("random_shift", random_shift, 0)
+        self._random_shift = check_int("random_shift", random_shift, 0, _MOST_SHIFT)
         if self._random_shift and all(len(checked[name].shape) < 2 for name in observation_names(checked)):
             raise ValueError(
                 f"random_shift={random_shift} moves pictures (height, width); no observation field has two dimensions."
@@ -266,7 +268,8 @@ class TrajectoryReplayBuffer(Buffer):
                    CPU tensors or tensors on the buffer's device. `obs` is the newest frame, in which `action` was
                    chosen; reward and flags are what the environment gave back for it. A dictionary, nested too, is the
                    same as dotted names: `obs={"image": x}` is the field `obs.image`.
-        priority:  (E,) absolute TD errors or other non-negative numbers; each counts when its start becomes eligible.
+        priority:  (E,) absolute TD errors or other non-negative numbers (the sign is dropped); one of 0 counts as the
+                   smallest mass, 2^-20, as in `update_priorities`. Each counts when its start becomes eligible.
         final_obs: `[E, *shape]` last observations of the episodes that ended with this step; rows of environments that
                    did not end are not read. Of several observation fields a dictionary of them (or `final_obs.NAME`).
                    Also `info.get("final_obs")` as Gymnasium gives it: an object array of observations, None where
@@ -436,7 +439,7 @@ class TrajectoryReplayBuffer(Buffer):
             return self._operators.sample(self._sequence_kind, batch_size, beta, length, burn_in, strict, stride)
         batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
         steps = check_int("length", length, 1) + check_int("burn_in", burn_in, 0)
-        every = check_int("stride", stride, 1)
+        every = check_int("stride", stride, 1, 2**63 - 1)
         if not isinstance(strict, (bool, np.bool_)):
             raise TypeError(f"strict must be True or False; found {strict!r}.")
         if self._relabel is not None:

@@ -101,9 +101,13 @@ class StepInput:
 
     def many_finals(self, finals: Any, read: np.ndarray) -> GivenFinals | None:
         """The final observations that will be read, where `read`, (T, E) bool, says so; None where none are kept."""
-        self._refuse_unread()
         observations, count = self._observations, len(read)
         by_step = isinstance(finals, (list, tuple)) or (isinstance(finals, np.ndarray) and finals.dtype == object)
+        if by_step and len(finals) != count:
+            raise ValueError(f"'final_obs' needs {count} steps; found {len(finals)}.")
+        if by_step and all(each is None for each in finals):
+            return None
+        self._refuse_unread()
         if not by_step:
             finals = validation.final_columns(finals, observations, count)
             self._check_names(finals)
@@ -111,8 +115,6 @@ class StepInput:
             return None
         if not by_step:
             return self._final_columns(finals, read)
-        if len(finals) != count:
-            raise ValueError(f"'final_obs' needs {count} steps; found {len(finals)}.")
         steps = [step for step in np.flatnonzero(read.any(axis=1)).tolist() if finals[step] is not None]
         rows = {}
         for name in observations:

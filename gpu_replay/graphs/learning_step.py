@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,13 +44,11 @@ class LearningStep:
         recording:      a context that counts the rows added by calls captured in it.
         replaying:      a context that orders one replay among the buffer's calls.
         """
-        self._learn = learn
-        self._batch_size = batch_size
-        self._device = device
-        self._sample, self._update = sample, update
         self._recording, self._replaying = recording, replaying
         self._recorded = Recorded()
-        self._graphed = CudaGraphCall(self._once, device, warm_ups=warm_ups, generators=generators)
+        # a method would be a cycle, which keeps a dropped buffer and the memory of its graph until Python looks for it
+        call = partial(_learn_once, learn, batch_size, device, sample, update)
+        self._graphed = CudaGraphCall(call, device, warm_ups=warm_ups, generators=generators)
 
     @property
     def captured(self) -> bool:
@@ -89,39 +88,46 @@ class LearningStep:
                 ) from error.__cause__
         self._recorded = recorded
 
-    def _once(self) -> Any:
-        """One step, run eagerly or captured."""
-        batch = self._sample()
-        if batch is None:
-            return self._detached(self._learn())
-        returned = self._learn(batch)
-        priorities, output = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        self._check(priorities)
-        output = self._detached(output)
-        if priorities is not None:
-            self._update(batch.key, priorities)
-        return output
 
-    @staticmethod
-    def _detached(output: Any) -> Any:
-        """The output of the step, detached. Raises TypeError if it is not made of tensors."""
-        try:
-            # detached, since outputs kept between calls would keep the memory of a backward pass
-            return map_tensors(output, Tensor.detach)
-        except TypeError as error:
-            raise TypeError(
-                f"every replay returns what learn returns beside the priorities, so that must be tensors; {error}"
-            ) from None
+def _learn_once(
+    learn: Learn,
+    batch_size: int | None,
+    device: torch.device,
+    sample: Callable[[], Batch | None],
+    update: Callable[[Tensor, Tensor], None],
+) -> Any:
+    """One step, run eagerly or captured."""
+    batch = sample()
+    if batch is None:
+        return _detached(learn())
+    returned = learn(batch)
+    priorities, output = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    _check(priorities, batch_size, device)
+    output = _detached(output)
+    if priorities is not None:
+        update(batch.key, priorities)
+    return output
 
-    def _check(self, priorities: object) -> None:
-        if priorities is None:
-            return
-        device, shape = self._device, (self._batch_size,)
-        expected = (
-            f"learn must return priorities, a tensor of shape {list(shape)} on {device}, or None, or a tuple "
-            "(priorities, output); found "
-        )
-        if not isinstance(priorities, Tensor):
-            raise TypeError(f"{expected}{type(priorities).__name__}.")
-        if priorities.shape != shape or priorities.device != device:
-            raise ValueError(f"{expected}shape {list(priorities.shape)} on {priorities.device}.")
+
+def _detached(output: Any) -> Any:
+    """The output of the step, detached. Raises TypeError if it is not made of tensors."""
+    try:
+        # detached, since outputs kept between calls would keep the memory of a backward pass
+        return map_tensors(output, Tensor.detach)
+    except TypeError as error:
+        raise TypeError(
+            f"every replay returns what learn returns beside the priorities, so that must be tensors; {error}"
+        ) from None
+
+
+def _check(priorities: object, batch_size: int | None, device: torch.device) -> None:
+    if priorities is None:
+        return
+    expected = (
+        f"learn must return priorities, a tensor of shape [{batch_size}] on {device}, or None, or a tuple "
+        "(priorities, output); found "
+    )
+    if not isinstance(priorities, Tensor):
+        raise TypeError(f"{expected}{type(priorities).__name__}.")
+    if priorities.shape != (batch_size,) or priorities.device != device:
+        raise ValueError(f"{expected}shape {list(priorities.shape)} on {priorities.device}.")
