@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpu_replay.console.arguments import Parser, positive
+from gpu_replay.console.arguments import Parser, pathname, positive
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.progress import Progress
 
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for name, (_, about) in SUITES.items():
         add = command(name, f"measure {about}", _measure)
-        add("--output", type=Path, metavar="FILE", help=f"JSON lines to merge into (default: {default_file(name)})")
+        add("--output", type=pathname, metavar="FILE", help=f"JSON lines to merge into (default: {default_file(name)})")
         add("--quick", action="store_true", help="few sizes and repetitions: a trial, no measurement")
         only = 'cases to run: a part of the name or a glob, "N=1M", "cycle/*"'
         add("--only", metavar="PATTERN", help=only)
@@ -97,14 +97,14 @@ def _parser() -> argparse.ArgumentParser:
             timing = f"on a GPU, events around each call or around a replayed graph of calls (default: {default})"
             add("--timing", choices=("events", "graph"), help=timing)
     add = command("contact", "try each feature that a GPU may break, in a process of its own", _contact)
-    add("--output", type=Path, metavar="FILE", help="JSON lines, replaced")
+    add("--output", type=pathname, metavar="FILE", help="JSON lines, replaced")
     add("--seconds", type=positive, default=180, metavar="N", help="for all of them (default: 180)")
-    files: dict[str, Any] = {"nargs": "*", "type": Path, "metavar": "FILE"}
+    files: dict[str, Any] = {"nargs": "*", "type": pathname, "metavar": "FILE"}
     files["help"] = "JSON lines (default: all recorded)"
     add = command("report", "Markdown tables made from records", _report)
     add("files", **files)
     renew = "renew the text between its <!-- bench:NAME --> and <!-- /bench:NAME --> instead of printing; repeatable"
-    add("--update", action="append", type=Path, metavar="DOCUMENT", help=renew)
+    add("--update", action="append", type=pathname, metavar="DOCUMENT", help=renew)
     command("plot", "PNGs made from records, one folder for each file", _plot)("files", **files)
     return parser
 

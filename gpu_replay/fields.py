@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +26,8 @@ DICTIONARIES = (Mapping, Batch)
 _RESERVED_ARGS = ("key", "weight", "probability", "priority", "self")
 # a field named as an attribute of a batch could not be reached as one
 RESERVED = frozenset((*_RESERVED_ARGS, *dir(Batch)))
+# of one transition; no memory holds more
+_MOST_ELEMENTS = 2**48
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Field:
     shape:        of one transition, without batch or capacity dimension; `()` is a scalar.
     dtype:        how it is stored.
     sample_dtype: how it leaves `sample()`; default `dtype`, or float32 when an integer field has a `scale`.
-    scale:        multiplies the value on its way out, in float32 (float64 when either dtype is float64).
+    scale:        multiplies the value on its way out, in float32 (float64 when either dtype is float64); finite there
+                  and in `sample_dtype`.
 
     `Field((84, 84), torch.uint8, torch.float16, 1 / 255)` is stored as bytes and sampled as scaled half floats.
     Raises TypeError or ValueError for values that cannot be stored.
@@ -53,8 +55,9 @@ class Field:
         if not all(isinstance(side, (int, np.integer)) and not isinstance(side, bool) for side in shape):
             raise TypeError(f"Field shape must be a tuple of ints such as (84, 84) or (); found {self.shape!r}.")
         object.__setattr__(self, "shape", tuple(map(int, shape)))
-        if any(side < 1 for side in self.shape):
-            raise ValueError(f"Field shape must have sides of at least 1; found {self.shape}.")
+        if any(side < 1 for side in self.shape) or self.elements > _MOST_ELEMENTS:
+            most = f"at most {_MOST_ELEMENTS:,} elements"
+            raise ValueError(f"Field shape must have sides of at least 1 and {most}; found {self.shape}.")
         for name, dtype in (("dtype", self.dtype), ("sample_dtype", self.sample_dtype)):
             if dtype is None and name == "sample_dtype":
                 continue
@@ -66,16 +69,21 @@ class Field:
         if self.scale is not None:
             if isinstance(self.scale, bool) or not isinstance(self.scale, (int, float, np.integer, np.floating)):
                 raise TypeError(f"Field scale must be a number; found {self.scale!r}.")
-            if isinstance(self.scale, np.generic):
-                object.__setattr__(self, "scale", float(self.scale))
-            # an int may exceed the range of floats
-            if not abs(self.scale) <= sys.float_info.max:
-                raise ValueError(f"Field scale must be finite; found {self.scale}.")
             if self.sample_dtype is not None and not self.sample_dtype.is_floating_point:
                 raise ValueError(
                     f"Field scale needs a floating sample_dtype; found {self.sample_dtype}. "
                     "Use torch.float32, float16 or bfloat16, or leave scale out."
                 )
+            # an int may exceed the range of floats
+            scale = self.scale.item() if isinstance(self.scale, np.generic) else self.scale
+            low = torch.finfo(self.arithmetic_dtype).tiny
+            high = min(torch.finfo(dtype).max for dtype in (self.arithmetic_dtype, self.output_dtype))
+            if scale != 0 and not low <= abs(scale) <= high:
+                raise ValueError(
+                    f"Field scale must be 0 or of a size from {low:.3g} to {high:.3g}, as it is applied in "
+                    f"{self.arithmetic_dtype} for samples of {self.output_dtype}; found {scale}."
+                )
+            object.__setattr__(self, "scale", float(scale))
         if self.sample_dtype is not None and self.dtype.is_floating_point and not self.sample_dtype.is_floating_point:
             raise ValueError(
                 f"Field of {self.dtype} cannot be sampled as {self.sample_dtype}: that would cut off fractions. "

@@ -7,7 +7,6 @@ is refused where it is needed. The buffer owns all state.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
@@ -40,7 +39,7 @@ from gpu_replay.stats import (
     rank_distribution,
     uniform_distribution,
 )
-from gpu_replay.validation import check_choice, check_float, check_int
+from gpu_replay.validation import MOST_EXPONENT, check_choice, check_float, check_int
 
 
 def _flag(owner: str, name: str, value: object) -> None:
@@ -61,7 +60,7 @@ class LinearSchedule:
     steps: number of `sample` calls from `start` to `end`, at least 1.
 
     The buffer counts the steps (one for each `sample`), so that the count is checkpointed and, on CUDA, lives on
-    the device. Raises TypeError or ValueError for numbers that are not finite or `steps` below 1.
+    the device. Raises TypeError or ValueError for numbers beyond 1e100 and for `steps` below 1 or beyond 63 bits.
     """
 
     start: float
@@ -71,9 +70,9 @@ class LinearSchedule:
     def __post_init__(self) -> None:
         _put(
             self,
-            start=check_float("LinearSchedule start", self.start, -math.inf),
-            end=check_float("LinearSchedule end", self.end, -math.inf),
-            steps=check_int("LinearSchedule steps", self.steps, 1),
+            start=check_float("LinearSchedule start", self.start, -MOST_EXPONENT, MOST_EXPONENT),
+            end=check_float("LinearSchedule end", self.end, -MOST_EXPONENT, MOST_EXPONENT),
+            steps=check_int("LinearSchedule steps", self.steps, 1, 2**63 - 1),
         )
 
     def __call__(self, step: int) -> float:
@@ -282,12 +281,12 @@ class _Prioritized(BaseSampler):
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        _put(self, alpha=check_float(f"{owner} alpha", self.alpha))
+        _put(self, alpha=check_float(f"{owner} alpha", self.alpha, high=MOST_EXPONENT))
         if isinstance(self.beta, LinearSchedule):
             check_float(f"{owner} beta.start", self.beta.start)
             check_float(f"{owner} beta.end", self.beta.end)
         else:
-            _put(self, beta=check_float(f"{owner} beta", self.beta))
+            _put(self, beta=check_float(f"{owner} beta", self.beta, high=MOST_EXPONENT))
         if isinstance(self.initial, str):
             if self.initial not in ("running", "stored"):
                 raise ValueError(f"{owner} initial must be 'running', 'stored' or a number; found {self.initial!r}.")
@@ -307,7 +306,11 @@ class Proportional(_Prioritized):
 
     alpha:      0 is uniform, 1 fully proportional; at least 0.
     beta:       exponent of the importance weights, a number at least 0 or a LinearSchedule.
-    eps:        added to every priority, so that none is zero.
+    eps:        added to every priority. A mass is never below one unit, 2^-20: a priority of 0 with `eps=0` counts as
+                that, and so do TD errors below 1e-6 with `alpha=1` (with `alpha=0.6` below 1e-10). Masses are whole
+                units, so with alpha near 1 small ones are coarse: with `alpha=1` that of a TD error is off by up to
+                0.5% from 1e-4 on, 4% from 1e-5 on, 20% from 1e-6 on and 33% below (with `alpha=0.6` 0.2% at most).
+                Weights are those of the rounded masses, so they stay consistent.
     clip:       largest value of priority + eps, or None.
     initial:    priority of new transitions: "running" the largest ever given (1.0 before any), "stored" the largest
                 among those stored now (1.0 when there is none), or a number.
@@ -333,7 +336,7 @@ class Proportional(_Prioritized):
     def __post_init__(self) -> None:
         super().__post_init__()
         clip = None if self.clip is None else check_float("Proportional clip", self.clip, above=True)
-        _put(self, eps=check_float("Proportional eps", self.eps), clip=clip)
+        _put(self, eps=check_float("Proportional eps", self.eps, high=MOST_EXPONENT), clip=clip)
 
     def rule(self, slots: int) -> Rule:
         return MassRule.for_slots(slots, self.alpha, self.eps, self.clip)

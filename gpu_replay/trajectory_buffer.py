@@ -223,7 +223,8 @@ class TrajectoryReplayBuffer(Buffer):
                    CPU tensors or tensors on the buffer's device. `obs` is the newest frame, in which `action` was
                    chosen; reward and flags are what the environment gave back for it. A dictionary, nested too, is the
                    same as dotted names: `obs={"image": x}` is the field `obs.image`.
-        priority:  (E,) absolute TD errors or other non-negative numbers; each counts when its start becomes eligible.
+        priority:  (E,) absolute TD errors or other non-negative numbers (the sign is dropped); one of 0 counts as the
+                   smallest mass, 2^-20, as in `update_priorities`. Each counts when its start becomes eligible.
         final_obs: `[E, *shape]` last observations of the episodes that ended with this step; rows of environments that
                    did not end are not read. Of several observation fields a dictionary of them (or `final_obs.NAME`).
                    Also `info.get("final_obs")` as Gymnasium gives it: an object array of observations, None where
@@ -370,7 +371,7 @@ class TrajectoryReplayBuffer(Buffer):
             return self._operators.sample(self._sequence_kind, batch_size, beta, length, burn_in, strict, stride)
         batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
         steps = check_int("length", length, 1) + check_int("burn_in", burn_in, 0)
-        every = check_int("stride", stride, 1)
+        every = check_int("stride", stride, 1, 2**63 - 1)
         if not isinstance(strict, (bool, np.bool_)):
             raise TypeError(f"strict must be True or False; found {strict!r}.")
         if self._settings.relabel is not None:

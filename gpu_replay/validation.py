@@ -9,9 +9,11 @@ current stream has read it.
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 from collections.abc import Iterable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,8 @@ from gpu_replay.fields import ALIGNMENT, DICTIONARIES, STORABLE, TORCH_OF, Field
 _PLAIN = (Tensor, torch.nn.Parameter)
 # largest batch size; no memory holds more rows
 _MOST_ROWS = 2**48
+# largest alpha, beta and eps of a sampler: products and sums with them stay finite
+MOST_EXPONENT = 1e100
 _NUMPY_OF = {each: name for name, each in TORCH_OF.items()}
 _INT64 = np.dtype(np.int64)
 # of no number
@@ -391,7 +395,7 @@ def check_batch_size(size: object) -> int:
 
 def check_beta(beta: object) -> float | None:
     """An importance exponent as a float, or None, which stands for the sampler's own; TypeError / ValueError."""
-    return None if beta is None else check_float("sample beta", beta)
+    return None if beta is None else check_float("sample beta", beta, high=MOST_EXPONENT)
 
 
 def check_key(key: object) -> int:
@@ -403,8 +407,10 @@ def check_key(key: object) -> int:
     return int(key)
 
 
-def check_generators(values: Iterable[object], device: torch.device) -> tuple[torch.Generator, ...]:
+def check_generators(values: object, device: torch.device) -> tuple[torch.Generator, ...]:
     """Generators of this device, or TypeError / ValueError."""
+    if not isinstance(values, Iterable):
+        raise TypeError(f"generators must be a list of torch.Generator; found {type(values).__name__}.")
     checked = []
     for value in values:
         if not isinstance(value, torch.Generator):
@@ -447,3 +453,12 @@ def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
     if value not in allowed:
         raise ValueError(f"{name} must be {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}; found {value!r}.")
     return value
+
+
+def check_path(name: str, value: object) -> Path:
+    """A path as a Path, with the home folder for `~`; TypeError for no path, ValueError for an empty one."""
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
+        raise TypeError(f"{name} must be the path of a folder or file; found {value!r}.")
+    if not os.fspath(value):
+        raise ValueError(f"{name} is empty; name a folder or file.")
+    return Path(os.path.expanduser(value))

@@ -38,7 +38,7 @@ from test_threads import Adder, adding, made, users
 
 from gpu_replay import CheckpointError, Field, Proportional, ReplayBuffer
 from gpu_replay.bench.records import current_environment
-from gpu_replay.console.arguments import Parser, natural, positive_float
+from gpu_replay.console.arguments import Parser, natural, pathname, positive_float
 from gpu_replay.console.atomic_files import write_text
 from gpu_replay.console.markdown import table
 
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="gpu-replay soak", description="Random use, hostile input, damage and kills, compared.")
     parser.add_argument("--minutes", type=positive_float, default=1.0, help="how long (default: 1)")
     parser.add_argument("--seed", type=natural, default=0, help="of everything that is random (default: 0)")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="Markdown page to write")
+    parser.add_argument("--record", type=pathname, metavar="FILE", help="Markdown page to write")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     cases, failures = soak(options.minutes, options.seed)

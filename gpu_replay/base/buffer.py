@@ -231,8 +231,11 @@ class Buffer(StatefulBuffer):
         keys:       (m,) int64 as `batch.key`; those no longer live are ignored and counted in `stats().stale_updates`.
         priorities: (m,) absolute TD errors or other non-negative numbers; the sign is dropped.
 
-        A key that appears twice: the last one wins. With a sampler that has no priorities the arguments are checked,
-        keys that are not live are counted and nothing else happens, so that one training loop serves every sampler.
+        A mass is never below one unit, 2^-20: a priority of 0 with `eps=0` counts as that, and so do TD errors below
+        1e-6 with `alpha=1` (with `alpha=0.6` below 1e-10). A key that appears twice: the last one wins. With a sampler
+        that has no priorities the arguments are checked, keys that are not live are counted and nothing else happens,
+        so that one training loop serves every sampler.
+
         Raises ValueError for a wrong shape and, on the CPU, for priorities that are not finite (on CUDA such an entry
         keeps its priority and is counted); TypeError for keys that are not integers.
         """

@@ -10,7 +10,6 @@ import os
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from gpu_replay.errors import CheckpointError
 from gpu_replay.fields import Field
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.ranks import cumulative_masses
+from gpu_replay.validation import check_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -125,7 +125,7 @@ def of_checkpoint(path: str | os.PathLike[str]) -> BufferReport:
 
     Raises CheckpointError for anything else.
     """
-    folder = Path(path)
+    folder = check_path("path", path)
     if not (folder / "manifest.json").is_file():
         manifests = sorted(folder.glob("checkpoint/*/replay/manifest.json"))
         if not manifests:
@@ -211,6 +211,7 @@ def _report(
 
 def draw(report: BufferReport, path: str | os.PathLike[str]) -> None:
     """Plot the report into a file: .png, .pdf or .svg. Raises ImportError without matplotlib."""
+    file = check_path("path", path)
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -237,7 +238,7 @@ def draw(report: BufferReport, path: str | os.PathLike[str]) -> None:
         axes.imshow(image, cmap="gray" if image.ndim == 2 else None, vmin=0, vmax=255)
         axes.set_title(title, loc="left", fontsize=8)
         axes.axis("off")
-    figure.savefig(path, dpi=110)
+    figure.savefig(file, dpi=110)
 
 
 def _titled(axes: Axes, title: str, across: str, up: str = "") -> None:
@@ -248,6 +249,8 @@ def _titled(axes: Axes, title: str, across: str, up: str = "") -> None:
 
 
 def _draw_priorities(axes: Axes, report: BufferReport) -> None:
+    from matplotlib.ticker import LogFormatter
+
     if report.priority is None:
         axes.axis("off")
         axes.text(0.5, 0.5, "this sampler has no priorities", ha="center", color=_GREY)
@@ -259,6 +262,9 @@ def _draw_priorities(axes: Axes, report: BufferReport) -> None:
         axes.hist(priorities, bins=np.geomspace(priorities.min(), high, 60).tolist(), color=_BLUE)
     axes.set(xscale="log", yscale="log")
     axes.minorticks_off()
+    for axis in (axes.xaxis, axes.yaxis):
+        # the parser of powers of ten would keep the frames that called it, and with them a buffer that is dropped
+        axis.set_major_formatter(LogFormatter())
     _titled(axes, "priorities of rows that can be drawn", "priority", "rows")
 
 

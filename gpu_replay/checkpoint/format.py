@@ -47,6 +47,7 @@ from gpu_replay.checkpoint.shards import (
     write_shard,
 )
 from gpu_replay.errors import CheckpointError
+from gpu_replay.validation import check_path
 
 SHARD_BYTES = 64 << 20
 """The most that one shard file holds."""
@@ -88,7 +89,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[tuple[Path, set[str]]]:
     Whoever enters writes shards and then a manifest; on leaving, the shards that the manifest does not name are gone.
     After an error the old checkpoint is as it was.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(check_path("path", path)))
     made = not target.exists()
     # another save may make it at the same time, and then holds the lock
     if made:
@@ -116,7 +117,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     The contents of a shard are verified when they are read, so that opening takes no time.
     Raises CheckpointError naming what is missing, damaged, foreign or of another version.
     """
-    return Checkpoint(Path(os.path.realpath(path)))
+    return Checkpoint(Path(os.path.realpath(check_path("path", path))))
 
 
 class Checkpoint:

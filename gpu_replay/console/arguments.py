@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -30,8 +31,11 @@ def natural(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """An int of at least 1."""
-    return _at_least(whole(text), 1, text)
+    """An int from 1 to 2^31 - 1."""
+    number = _at_least(whole(text), 1, text)
+    if number >= 2**31:
+        raise argparse.ArgumentTypeError(f"must be less than 2^31; found {text}")
+    return number
 
 
 def positive_float(text: str) -> float:
@@ -53,6 +57,14 @@ def share(text: str) -> float:
 def widths(text: str) -> tuple[int, ...]:
     """`128,128` as (128, 128)."""
     return tuple(whole(part) for part in text.split(","))
+
+
+def pathname(text: str) -> Path:
+    """A path that is not empty, with the home folder for `~`."""
+    # imports torch, which takes seconds
+    from gpu_replay.validation import check_path
+
+    return check_path("the path", text)
 
 
 def _number(text: str, wanted: str = "a number") -> float:

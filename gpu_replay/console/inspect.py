@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from gpu_replay import CheckpointError
 from gpu_replay.base.inspection import draw, of_checkpoint
+from gpu_replay.console.arguments import pathname
 from gpu_replay.console.errors import UserError
 
 SUFFIXES = (".png", ".pdf", ".svg")
@@ -18,8 +18,8 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or a run of gpu-replay train")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the picture (default: DIR.png beside it)")
+    parser.add_argument("folder", type=pathname, metavar="DIR", help="a checkpoint, or a run of gpu-replay train")
+    parser.add_argument("--output", type=pathname, metavar="FILE", help="the picture (default: DIR.png beside it)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from gpu_replay.engines.mapped_file import mapped
 from gpu_replay.engines.pinned_memory import pinned_block
 from gpu_replay.engines.read_ahead import ReadAhead
+from gpu_replay.validation import check_path
 
 # each field begins with a page
 _PAGE = 4096
@@ -63,11 +64,7 @@ class Placement:
 
 def check_placement(device: torch.device, storage_device: object, storage_path: object) -> Placement:
     """The placement of the fields of a buffer on this device, or TypeError / ValueError that names the choices."""
-    if storage_path is not None:
-        if not isinstance(storage_path, (str, os.PathLike)) or not isinstance(os.fspath(storage_path), str):
-            raise TypeError(f"storage_path must be the path of a folder; found {storage_path!r}.")
-        if not os.fspath(storage_path):
-            raise ValueError("storage_path is empty; name a folder for the fields.")
+    path = None if storage_path is None else Path(os.path.abspath(check_path("storage_path", storage_path)))
     if storage_device is None:
         asked = torch.device("cpu") if storage_path is not None else device
     elif isinstance(storage_device, (str, torch.device)):
@@ -93,7 +90,6 @@ def check_placement(device: torch.device, storage_device: object, storage_path: 
             f"storage_device {str(storage_device)!r} with device {str(device)!r}: fields can be on the buffer's own "
             f"device{other}. Leave storage_device out, or give device={str(storage_device)!r}."
         )
-    path = None if storage_path is None else Path(os.path.abspath(os.fspath(storage_path)))
     return Placement(device, asked.type == "cpu" and device.type != "cpu", path)
 
 

@@ -136,7 +136,7 @@ def check_device(device: torch.device | str | None) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         resolved = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"device {device!r} is not one that torch knows: {str(error).splitlines()[0]}") from None
     if resolved.type == "cuda":
         if not torch.cuda.is_available():

@@ -93,10 +93,13 @@ class CudaGraphCall(Generic[Result]):
                     raise
         except BaseException as error:
             # to end a capture that failed raises once more, and says less
-            first = cause or error
-            if isinstance(first, RuntimeError):
-                raise CaptureError((str(first).strip() or type(first).__name__).splitlines()[0]) from first
-            raise first from None
+            cause = cause or error
+            if isinstance(cause, RuntimeError):
+                raise CaptureError((str(cause).strip() or type(cause).__name__).splitlines()[0]) from cause
+            raise cause from None
+        finally:
+            # its traceback holds this frame: such a cycle would keep a buffer that is dropped
+            del cause
         self._graph = graph
 
     def replay(self) -> Result:

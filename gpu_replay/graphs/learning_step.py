@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -51,15 +52,17 @@ class LearningStep:
         generators: Iterable[torch.Generator],
     ) -> None:
         """Check the arguments of `capture`. Raises TypeError or ValueError for invalid ones."""
-        self._buffer, self._learn = buffer, learn
+        self._buffer = buffer
         self._batch_size = None if batch_size is None else validation.check_batch_size(batch_size)
-        self._beta = validation.check_beta(beta)
+        exponent = validation.check_beta(beta)
         if not callable(learn):
             raise TypeError(f"capture needs a function that learns from a batch; found {type(learn).__name__}.")
         count = validation.check_int("warm_ups", warm_ups, 1)
         checked = validation.check_generators(generators, buffer.device)
         self._recorded = Recorded()
-        self._graphed = CudaGraphCall(self._once, buffer.device, warm_ups=count, generators=checked)
+        # a method would be a cycle, which keeps a dropped buffer and the memory of its graph until Python looks for it
+        call = partial(_learn_once, buffer, learn, self._batch_size, exponent)
+        self._graphed = CudaGraphCall(call, buffer.device, warm_ups=count, generators=checked)
 
     @property
     def captured(self) -> bool:
@@ -99,39 +102,40 @@ class LearningStep:
                 ) from error.__cause__
         self._recorded = recorded
 
-    def _once(self) -> Any:
-        """One step, run eagerly or captured."""
-        if self._batch_size is None:
-            return self._detached(self._learn())
-        batch = self._buffer.sample(self._batch_size, beta=self._beta)
-        returned = self._learn(batch)
-        priorities, output = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        self._check(priorities)
-        output = self._detached(output)
-        if priorities is not None:
-            self._buffer.update_priorities(batch.key, priorities)
-        return output
 
-    @staticmethod
-    def _detached(output: Any) -> Any:
-        """The output of the step, detached. Raises TypeError if it is not made of tensors."""
-        try:
-            # detached, since outputs kept between calls would keep the memory of a backward pass
-            return map_tensors(output, Tensor.detach)
-        except TypeError as error:
-            raise TypeError(
-                f"every replay returns what learn returns beside the priorities, so that must be tensors; {error}"
-            ) from None
+def _learn_once(buffer: CapturedBuffer, learn: Learn, batch_size: int | None, beta: float | None) -> Any:
+    """One step, run eagerly or captured."""
+    if batch_size is None:
+        return _detached(learn())
+    batch = buffer.sample(batch_size, beta=beta)
+    returned = learn(batch)
+    priorities, output = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    _check(priorities, batch_size, buffer.device)
+    output = _detached(output)
+    if priorities is not None:
+        buffer.update_priorities(batch.key, priorities)
+    return output
 
-    def _check(self, priorities: object) -> None:
-        if priorities is None:
-            return
-        device, shape = self._buffer.device, (self._batch_size,)
-        expected = (
-            f"learn must return priorities, a tensor of shape {list(shape)} on {device}, or None, or a tuple "
-            "(priorities, output); found "
-        )
-        if not isinstance(priorities, Tensor):
-            raise TypeError(f"{expected}{type(priorities).__name__}.")
-        if priorities.shape != shape or priorities.device != device:
-            raise ValueError(f"{expected}shape {list(priorities.shape)} on {priorities.device}.")
+
+def _detached(output: Any) -> Any:
+    """The output of the step, detached. Raises TypeError if it is not made of tensors."""
+    try:
+        # detached, since outputs kept between calls would keep the memory of a backward pass
+        return map_tensors(output, Tensor.detach)
+    except TypeError as error:
+        raise TypeError(
+            f"every replay returns what learn returns beside the priorities, so that must be tensors; {error}"
+        ) from None
+
+
+def _check(priorities: object, batch_size: int | None, device: torch.device) -> None:
+    if priorities is None:
+        return
+    expected = (
+        f"learn must return priorities, a tensor of shape [{batch_size}] on {device}, or None, or a tuple "
+        "(priorities, output); found "
+    )
+    if not isinstance(priorities, Tensor):
+        raise TypeError(f"{expected}{type(priorities).__name__}.")
+    if priorities.shape != (batch_size,) or priorities.device != device:
+        raise ValueError(f"{expected}shape {list(priorities.shape)} on {priorities.device}.")

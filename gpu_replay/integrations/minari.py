@@ -35,9 +35,10 @@ def from_minari(dataset: MinariDataset | str, capacity: int | None = None, **set
     """
     if isinstance(dataset, str):
         dataset = minari.load_dataset(dataset)
-    rows = int(dataset.total_steps) + int(dataset.total_episodes)
+    if capacity is None:
+        capacity = int(dataset.total_steps) + int(dataset.total_episodes)
     both = dataset.observation_space, dataset.action_space
-    buffer = TrajectoryReplayBuffer.from_spaces(capacity or rows, 1, *both, autoreset="next_step", **settings)
+    buffer = TrajectoryReplayBuffer.from_spaces(capacity, 1, *both, autoreset="next_step", **settings)
     for episode in dataset.iterate_episodes():
         # one row more than there are actions: it carries the last observation
         steps = {"action": episode.actions, "reward": np.asarray(episode.rewards, np.float32)}

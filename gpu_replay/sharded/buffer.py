@@ -46,7 +46,7 @@ class ShardedReplayBuffer:
               gloo for shards on CPUs. A buffer over all ranks of the program makes its own process group.
     device:   of the shard; None is the GPU of the local rank with NCCL, else the CPU.
     seed:     for the random streams of all ranks.
-    timeout:  seconds after which a rank that waits for another raises RuntimeError.
+    timeout:  seconds after which a rank that waits for another raises RuntimeError, from 0.001 to 1e9.
     storage_device, storage_path: for each shard, as in `ReplayBuffer`; rank r uses the folder `rank{r}` in that path.
 
     Keys are global: `local key * R + rank`, where the local key counts the transitions that this rank added.
@@ -273,7 +273,7 @@ class ShardedReplayBuffer:
 
         keys:       (m,) int64 as `batch.key`; `m` may differ between ranks, and be 0. Keys that are no longer live are
                     ignored, and counted by the rank that stored them.
-        priorities: (m,) absolute TD errors or other non-negative numbers; the sign is dropped.
+        priorities: (m,), as in `ReplayBuffer.update_priorities`.
 
         If a key appears twice, its last priority counts; between ranks that of the higher rank. If the arguments of one
         rank are invalid, all ranks raise as `ReplayBuffer.update_priorities` and nothing is changed.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,11 +48,15 @@ _OUT_OF_STEP = "an earlier call failed ({}); the ranks are out of step. Load a c
 
 
 class Agreed(Exception):
-    """Carries an error that all ranks raise in the same call; the group can be used further."""
+    """Carries an error that all ranks raise in the same call; the group can be used further.
+
+    Whoever raises it takes it out of `errors`: an error that the frames of its own traceback hold would be a cycle,
+    which keeps a dropped buffer until Python looks for it.
+    """
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
-        self.error = error
+        self.errors = [error]
 
 
 class MessageFailed(RuntimeError):
@@ -106,12 +110,14 @@ class Group:
         refuse_in_forks(self)
         self._failed: str | None = None
         config = str(dist.get_backend_config(world))
-        self._wrong: Exception | None = None
+        # raised by the next `agree`
+        self._wrong: list[Exception] = []
         try:
-            self.timeout = check_float("timeout", timeout, above=True)
+            self.timeout = check_float("timeout", timeout, 1e-3, 1e9)
             self.device, self._backend = device_and_backend(config, device)
         except Exception as error:
-            self._wrong, self.timeout = error, 60.0
+            self._wrong.append(error)
+            self.timeout = 60.0
             self.device, self._backend = device_and_backend(config, None)
         self.limit = timedelta(seconds=self.timeout)
         self._group, self._owned = world, False
@@ -162,7 +168,7 @@ class Group:
             try:
                 yield
             except Agreed as agreed:
-                raise agreed.error from None
+                raise agreed.errors.pop() from None
             except MessageFailed as error:
                 self._failed = _OUT_OF_STEP.format(name)
                 raise RuntimeError(
@@ -193,21 +199,21 @@ class Group:
         Raises Agreed on all ranks: RuntimeError if they make different calls; the error of `prepare` on its rank, and
         RuntimeError that names the rank on the others; ValueError if arguments differ.
         """
-        text, numbers, error = "{}", None, None
+        text, numbers, errors = "{}", None, list[Exception]()
         try:
-            if self._wrong is not None:
-                raise self._wrong
+            if self._wrong:
+                raise self._wrong.pop()
             if self._doubt is not None and not unread:
                 doubt, self._doubt = bool(self._doubt), None
                 if doubt:
                     raise RuntimeError("a rank failed in an earlier sample, or made another call instead.")
             alike, numbers = prepare()
             text = json.dumps(alike)
-        except Exception as raised:
-            error = raised
-        unread = unread and error is None
+        except Exception as error:
+            errors.append(error)
+        unread = unread and not errors
         digest = int.from_bytes(blake2b(text.encode(), digest_size=_DIGEST_BITS // 8).digest(), "little")
-        head = (2 * CALLS.index(name) + (error is not None) << _DIGEST_BITS) + digest
+        head = (2 * CALLS.index(name) + bool(errors) << _DIGEST_BITS) + digest
         row = torch.zeros(row_length(self.size), dtype=torch.int64, device=self._place)
         row[0] = head
         if numbers is not None:
@@ -217,35 +223,33 @@ class Group:
         if unread:
             other = (heads != head).any()
             self._doubt = other if self._doubt is None else self._doubt | other
-        elif error is not None or heads.tolist() != [head] * self.size:
-            self._refuse(name, heads.tolist(), text, error, late)
+        elif errors or heads.tolist() != [head] * self.size:
+            raise Agreed(self._refusal(name, heads.tolist(), text, errors.pop() if errors else None, late))
         return table[:, 1:]
 
-    def _refuse(self, name: str, heads: list[int], text: str, error: Exception | None, late: bool) -> NoReturn:
-        """Raise Agreed; one of the heads differs from the others or has the bit of a failure."""
+    def _refusal(self, name: str, heads: list[int], text: str, error: Exception | None, late: bool) -> Exception:
+        """What all ranks raise: one of the heads differs from the others or has the bit of a failure."""
         for rank, head in enumerate(heads):
             called = CALLS[head >> _DIGEST_BITS + 1]
             if called != name:
-                raise Agreed(
-                    RuntimeError(
-                        f"{name}: rank {rank} of {self.size} called {called} instead, and neither was done. Every rank "
-                        "must make the same collective calls in the same order."
-                    )
+                return RuntimeError(
+                    f"{name}: rank {rank} of {self.size} called {called} instead, and neither was done. Every rank "
+                    "must make the same collective calls in the same order."
                 )
         said = "it says why" if error is None else f"{type(error).__name__}: {error}"
         own = json.dumps([said, text])
         answers = [json.loads(each) for each in ([own] * self.size if late else self.tell(own))]
         if error is not None:
-            raise Agreed(error)
+            return error
         failed = [bool(head >> _DIGEST_BITS & 1) for head in heads]
         wrong = next(rank for rank, head in enumerate(heads) if failed[rank] or head != heads[0])
         if failed[wrong]:
-            raise Agreed(RuntimeError(f"{name}: rank {wrong} of {self.size} failed: {answers[wrong][0]}"))
+            return RuntimeError(f"{name}: rank {wrong} of {self.size} failed: {answers[wrong][0]}")
         unlike = (
             difference(json.loads(answers[0][1]), json.loads(answers[wrong][1])) or "those here are others than there"
         )
         unlike = unlike.replace(" here", " on rank 0").replace(" there", f" on rank {wrong}")
-        raise Agreed(ValueError(f"{name} needs the same arguments on every rank; {unlike}."))
+        return ValueError(f"{name} needs the same arguments on every rank; {unlike}.")
 
     # messages
 

@@ -16,6 +16,7 @@ from gpu_replay.checkpoint.state import VERSION
 from gpu_replay.errors import CheckpointError
 from gpu_replay.sharded.group import Group, Offer
 from gpu_replay.sharded.shard import Shard
+from gpu_replay.validation import check_path
 
 
 def save(group: Group, shard: Shard, path: str | PathLike[str], config: dict[str, Any], seed: int) -> None:
@@ -28,7 +29,7 @@ def save(group: Group, shard: Shard, path: str | PathLike[str], config: dict[str
             nonlocal folder
             if group.rank == 0:
                 folder = str(stack.enter_context(writing(path))[0])
-            return {"path": str(Path(path))}, None
+            return {"path": str(check_path("path", path))}, None
 
         group.agree(name, room)
         place, counters = Path(group.tell(folder)[0]), state.lasting()

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpu_replay import Batch, Field, Proportional, RankBased, ReplayBuffer, Uniform
-from gpu_replay.samplers import Sampler
+from gpu_replay import Batch, Field, Proportional, RankBased, ReplayBuffer, Sampler, Uniform
 
 STEP_SIZE = 0.25
 INITIAL_SPREAD = 0.1

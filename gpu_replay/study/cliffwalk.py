@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpu_replay.console.arguments import positive
+from gpu_replay.console.arguments import pathname, positive
 from gpu_replay.console.atomic_files import write_text
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.markdown import bullets, table
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     states = f"largest number of states, {FEWEST_STATES} to {MOST_STATES}; each one doubles the time (default: 13)"
     limit = "a run that has not converged by then is stopped and marked as such (default: 10,000,000)"
     number: Any = {"type": positive, "metavar": "N"}
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for what is written")
+    parser.add_argument("--output", type=pathname, required=True, metavar="DIR", help="folder for what is written")
     parser.add_argument("--states-max", default=13, help=states, **number)
     parser.add_argument("--seeds", default=10, help="runs of each (default: 10)", **number)
     parser.add_argument("--max-updates", default=10_000_000, help=limit, **number)

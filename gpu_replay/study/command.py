@@ -7,10 +7,9 @@ import itertools
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from gpu_replay.console.arguments import positive
+from gpu_replay.console.arguments import pathname, positive
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.interrupt import EXIT_CODES, StopRequest
 from gpu_replay.study.settings import ENVIRONMENTS, METHODS, agents, described
@@ -36,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     smoke = f"a smoke run of minutes: {QUICK_SEEDS} seeds, {QUICK_EPISODES} episodes; its figures mean nothing"
     methods = f"of {', '.join(METHODS)} (default: all); commas do as well"
     parser.add_argument("env", metavar="ENV", nargs="*", help=f"of {', '.join(ENVIRONMENTS)} (default: all)")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the study")
+    parser.add_argument("--output", type=pathname, required=True, metavar="DIR", help="folder of the study")
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help=methods)
     parser.add_argument("--seeds", **number, help=f"runs of each method (default: {SEEDS})")
     parser.add_argument("--episodes", **number, help="episodes of a run (default: 300; with --tuned up to 800)")

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 EPISODES, SETTINGS, PARTS = "episodes.csv", "settings.json", "runs"
+# what a study writes beside its settings and pictures
+OURS = (PARTS, EPISODES, f"{EPISODES}.gz", "report.md")
 # settings that may differ between the commands that work on one study
 _MAY_DIFFER = frozenset({"versions", "cpu", "jobs", "wall_seconds", "notes"})
 # packages whose versions influence the results
@@ -52,8 +54,8 @@ class StudyFolder:
                 self._refuse(
                     f"a study with other settings (they differ in {', '.join(differing)}). Use its own command"
                 )
-        elif (self.path / PARTS).exists() or self.complete:
-            self._refuse(f"runs without {SETTINGS}. Remove them")
+        elif present := [name for name in OURS if (self.path / name).exists()]:
+            self._refuse(f"{', '.join(present)} without {SETTINGS}: no study wrote that. Move it away")
         seconds = float(found.get("wall_seconds", 0.0))
         if not self.complete:
             self.note({**described, "wall_seconds": seconds})

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_replay import Combined, Latest, Proportional, RankBased, Uniform
-from gpu_replay.samplers import Sampler
+from gpu_replay import Combined, Latest, Proportional, RankBased, Sampler, Uniform
 
 ENVIRONMENTS = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0")
 # two states of a batch are a correlated pair when the absolute value of their Pearson correlation exceeds this

@@ -78,7 +78,7 @@ def latest(folder: Path) -> SavedRun | None:
 
 def newest(folder: Path) -> Path | None:
     """The folder of the newest complete checkpoint in `folder`, or None."""
-    complete = [path for path in _checkpoints(folder) if (path / STATE / MANIFEST).is_file()]
+    complete = [path for path in saved_steps(folder) if (path / STATE / MANIFEST).is_file()]
     return max(complete, key=lambda path: int(path.name), default=None)
 
 
@@ -120,7 +120,7 @@ def save_run(
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
-    for path in _checkpoints(folder) if team.rank == 0 else ():
+    for path in saved_steps(folder) if team.rank == 0 else ():
         if path != target:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -129,7 +129,8 @@ def _part(checkpoint: Path, rank: int) -> Path:
     return checkpoint / f"rank{rank}" if rank else checkpoint
 
 
-def _checkpoints(folder: Path) -> list[Path]:
+def saved_steps(folder: Path) -> list[Path]:
+    """The folders in `folder` that are named as checkpoints, complete or not."""
     if not folder.is_dir():
         return []
     return [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]

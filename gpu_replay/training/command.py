@@ -31,10 +31,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from gpu_replay.console.arguments import natural, positive_float, whole, widths
+from gpu_replay.console.arguments import natural, pathname, positive_float, whole, widths
 from gpu_replay.training.run import new, run
 from gpu_replay.training.settings import PRESETS, TYPES, Settings, without_none
 
@@ -58,13 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--max-seconds", type=positive_float, metavar="X", help=limit)
     run.add_argument("--seed", type=natural, metavar="N", help="seed of all random numbers (default: 0)")
     run.add_argument("--device", help="cuda, cuda:1 or cpu (default: cuda if available)")
-    run.add_argument("--output", type=Path, help="folder of the run (default: runs/ENV-seedSEED-TIME)")
+    run.add_argument("--output", type=pathname, help="folder of the run (default: runs/ENV-seedSEED-TIME)")
     existing = run.add_mutually_exclusive_group()
     existing.add_argument("--overwrite", action="store_true", help="replace the run in --output")
     resume = "continue the run in --output with its own settings; --steps may be raised, flags of this group given anew"
     existing.add_argument("--resume", action="store_true", help=resume)
     branch = "start from the checkpoint in DIR, with its settings except those given here; DIR is not changed"
-    existing.add_argument("--from", dest="source", type=Path, metavar="DIR", help=branch)
+    existing.add_argument("--from", dest="source", type=pathname, metavar="DIR", help=branch)
     interval = "seconds between checkpoints, longer if writing takes over a fortieth of the time (default: 300)"
     run.add_argument("--checkpoint-every", type=positive_float, metavar="X", help=interval)
     replay = "include the replay buffer in checkpoints, for two of which the disk needs room (default: on); without it "

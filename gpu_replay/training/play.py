@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_replay.console.arguments import natural, positive, share
+from gpu_replay.console.arguments import natural, pathname, positive, share
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.progress import progress_bar
 from gpu_replay.console.seeds import stream_seed
@@ -30,25 +30,30 @@ from gpu_replay.training.settings import Settings
 VIDEO = "episode.gif"
 # how long the last image of an episode is shown
 PAUSE_SECONDS = 0.7
+# an image of 600x400 pixels then takes 61 MB
+MOST_SCALE = 16
 DESCRIPTION = __doc__
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", type=Path, help="output folder of a run, or its network file")
+    add("checkpoint", metavar="CHECKPOINT", type=pathname, help="output folder of a run, or its network file")
     output = f".gif, or .mp4 if imageio[ffmpeg] is installed (default: {VIDEO} beside the network)"
-    add("--output", type=Path, metavar="FILE", help=output)
+    add("--output", type=pathname, metavar="FILE", help=output)
     add("--episodes", type=positive, default=1, metavar="N", help="number of episodes (default: 1)")
     add("--seed", type=natural, default=0, metavar="N", help="seed of the episodes (default: 0)")
     add("--max-steps", type=positive, metavar="N", help="cut episodes off (default: as in the run's evaluations)")
-    add("--scale", type=positive, metavar="N", help="magnification of pixels (default: 2 for Atari, else 1)")
+    scale = f"magnification of pixels, at most {MOST_SCALE} (default: 2 for Atari, else 1)"
+    add("--scale", type=positive, metavar="N", help=scale)
     add("--epsilon", type=share, metavar="X", help="share of random actions (default: that of the run's evaluations)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Play as the flags say; returns the exit code. Raises UserError for bad input."""
     require("safetensors", "tqdm", "PIL", purpose="gpu-replay play")
+    if options.scale is not None and options.scale > MOST_SCALE:
+        raise UserError(f"--scale must be from 1 to {MOST_SCALE}; found {options.scale}.")
     path = options.checkpoint / NETWORK if options.checkpoint.is_dir() else options.checkpoint
     output: Path = options.output if options.output is not None else path.with_name(VIDEO)
     check_output(output)

@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import math
+import os
 import shutil
 import sys
 import time
@@ -21,6 +22,7 @@ from gpu_replay.console import figures
 from gpu_replay.console.atomic_files import write_text
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.progress import progress_bar
+from gpu_replay.training.checkpoints import saved_steps
 from gpu_replay.training.environments import EnvironmentSpec
 from gpu_replay.training.evaluation import Evaluation
 from gpu_replay.training.networks import QNetwork
@@ -29,6 +31,7 @@ from gpu_replay.training.settings import Settings
 FILES = ("progress.csv", "curve.png", "buffer.png", "network.safetensors", "settings.json", "summary.json")
 PROGRESS, CURVE, BUFFER, NETWORK, SETTINGS, SUMMARY = FILES
 FOLDERS = TENSORBOARD, CHECKPOINT = ("tensorboard", "checkpoint")
+EVENTS = "events.out.tfevents.*"
 # columns of progress.csv with statistics of the replay buffer
 REPLAY_STATS = (
     *("effective_sample_size", "entropy", "mean_priority", "max_priority", "mean_age", "max_age"),
@@ -46,7 +49,9 @@ class RunDir:
 
     existing: "refuse", "replace" or "resume" a run that is already there.
 
-    Raises UserError if the folder holds a run that is refused, or one that is still going on.
+    Nothing is removed that no run wrote: only beside a run's settings.json, only under the names that a run gives.
+    Raises UserError if the folder holds a run that is refused, one that is still going on, or names of a run's files
+    without a run.
     """
 
     def __init__(self, path: Path, existing: Literal["refuse", "replace", "resume"]) -> None:
@@ -56,7 +61,7 @@ class RunDir:
             self._enter()
 
     def open(self) -> None:
-        """Make the folder and remove the previous run, or only its summary if that run is resumed.
+        """Make the folder and remove the previous run but for its settings, or only its summary if it is resumed.
 
         Raises UserError if the folder cannot be written.
         """
@@ -64,10 +69,15 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             if self._new:
                 self._enter()
-            for name in FILES if self._existing != "resume" else (SUMMARY,):
-                (self.path / name).unlink(missing_ok=True)
-            for name in FOLDERS if self._existing != "resume" else ():
-                shutil.rmtree(self.path / name, ignore_errors=True)
+            files = [self.path / SUMMARY]
+            if self._existing == "replace":
+                # settings.json is replaced at once: without it the rest would not be known as that of a run
+                files = [self.path / name for name in FILES if name != SETTINGS]
+                files += (self.path / TENSORBOARD).glob(EVENTS)
+                for folder in saved_steps(self.path / CHECKPOINT):
+                    shutil.rmtree(folder)
+            for file in files:
+                file.unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"--output {self.path} cannot be written: {error.strerror or error}.") from None
 
@@ -86,11 +96,18 @@ class RunDir:
             self._lock.enter_context(save_lock(self.path.resolve(), self.path))
         except CheckpointError:
             raise UserError(f"--output {self.path}: a run in it is still going on. Wait for its end.") from None
-        present = [name for name in (*FILES, CHECKPOINT) if (self.path / name).exists()]
-        if present and self._existing == "refuse":
-            self.close()
+        present = ", ".join(name for name in (*FILES, *FOLDERS) if os.path.lexists(self.path / name))
+        of_run = {"env", "seed", "device", "steps"} <= read_json(self.path / SETTINGS).keys()
+        if not present or self._existing == "resume" or (of_run and self._existing == "replace"):
+            return
+        self.close()
+        if of_run:
             advice = "Continue it with --resume, replace it with --overwrite, or choose another directory"
-            raise UserError(f"--output {self.path} already holds a run ({', '.join(present)}). {advice}.")
+            raise UserError(f"--output {self.path} already holds a run ({present}). {advice}.")
+        raise UserError(
+            f"--output {self.path} holds {present}, but no {SETTINGS} of a run: no run wrote that. Choose another "
+            "directory, or move it away."
+        )
 
 
 class Recorder:
@@ -214,7 +231,7 @@ def _summary_writer(folder: Path, purge_step: int) -> Any:
     # TensorBoard reads the files of a folder in the order of their names, which begin with the second of creation. Two
     # files of the same second have no useful order, and the events to be dropped could come last.
     events = folder / TENSORBOARD
-    seconds = [int(file.name.split(".")[3]) for file in events.glob("events.out.tfevents.*")]
+    seconds = [int(file.name.split(".")[3]) for file in events.glob(EVENTS)]
     while int(time.time()) in seconds:
         time.sleep(0.05)
     return SummaryWriter(str(events), purge_step=purge_step)

@@ -32,7 +32,7 @@ class Settings:
     capacity: int = setting(50_000, "transitions kept; old ones remain useful while rewards are rare", 1, 2**31 - 1)
     warmup: int = setting(1_000, "transitions stored before learning starts, so that the first batches are diverse", 1)
     batch_size: int = setting(64, "transitions of one update", 1)
-    updates: int = setting(2, "updates per step of all environments; more cost time and gain little", 0)
+    updates: int = setting(2, "updates per step of all environments; more cost time and gain little", 0, 10**6)
     shared_draw: bool = setting(False, "one call of sample for all updates of a step: less work, but older priorities")
     learning_rate: float = setting(1e-3, "Adam's step size at the start; a small MLP tolerates a large one", 0)
     learning_rate_end: float = setting(1e-3, "Adam's step size at the end of --steps, reached linearly", 0)
@@ -63,17 +63,17 @@ class Settings:
     bfloat16: bool | None = setting(False, "all but the last layer in bfloat16; auto: where the device has it")
     graph: bool = setting(True, "CUDA: an update, or a whole step of games on the device, is one graph of launches")
     threads: int = setting(1, "torch threads on the CPU; more are slower on shared cores", 1, 1024)
-    frame_size: int = setting(84, "side of an Atari frame in pixels", 36)
+    frame_size: int = setting(84, "side of an Atari frame in pixels", 36, 1024)
     frame_stack: int = setting(1, "newest frames of Atari or device-pong stacked into one observation", 1)
     sticky: float = setting(0.0, "Atari: probability that the emulator repeats an action (ALE's v5 ids: 0.25)", 0, 1)
     eval_every: int = setting(5_000, "environment steps between evaluations, which choose the best network", 1)
     eval_from: float | None = setting(None, "mean training return from which evaluations are played; auto: 8 for pong")
-    eval_episodes: int = setting(256, "episodes of one evaluation, on seeds that training never uses", 1)
+    eval_episodes: int = setting(256, "episodes of one evaluation, on seeds that training never uses", 1, 10**6)
     eval_epsilon: float = setting(0.0, "share of random actions in evaluations", 0, 1)
     eval_max_steps: int = setting(10_000, "limit on the steps of an evaluation episode", 1)
     early_stop: bool = setting(True, "stop when solved: two evaluations reach the threshold, one on fresh seeds")
     stop_at: float | None = setting(None, "mean return at which it is solved; auto: what the environment itself says")
-    return_window: int = setting(100, "finished training episodes in the reported means of return and length", 1)
+    return_window: int = setting(100, "finished training episodes in the reported means of return and length", 1, 10**6)
     log_every: int = setting(500, "environment steps between rows of progress.csv", 1)
 
     def __post_init__(self) -> None:
@@ -139,8 +139,8 @@ def _wanted(value: Any, kind: Any, low: float | None, high: float | None) -> str
     if get_origin(kind) is Literal:
         return "" if value in get_args(kind) else f"one of {', '.join(get_args(kind))}"
     if get_origin(kind) is tuple:
-        fits = isinstance(value, tuple) and value and all(type(each) is int and each >= 1 for each in value)
-        return "" if fits else "widths of at least 1, such as 128,128"
+        fits = isinstance(value, tuple) and value and all(type(each) is int and 1 <= each <= 65_536 for each in value)
+        return "" if fits else "widths from 1 to 65,536, such as 128,128"
     # an int also counts as a float, but a bool does not count as an int
     if type(value) is not kind and (type(value), kind) != (int, float):
         return f"of type {kind.__name__}"

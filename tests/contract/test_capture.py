@@ -158,9 +158,10 @@ WRONG: list[tuple[Any, Any, dict[str, Any], Any, str]] = [
     (8, ONES.bool(), {}, TypeError, "priorities must be real numbers"),
     (0, powers, {}, ValueError, "the batch size must be at least 1; found 0"),
     (8, None, {}, TypeError, "needs a function that learns from a batch; found NoneType"),
-    (8, powers, {"beta": -1}, ValueError, "beta must be finite and at least 0; found -1"),
+    (8, powers, {"beta": -1}, ValueError, "beta must be from 0 to 1e.100; found -1"),
     (8, powers, {"warm_ups": 0}, ValueError, "warm_ups must be at least 1; found 0"),
     (8, powers, {"generators": [0]}, TypeError, "generators must be of type torch.Generator; found int"),
+    (8, powers, {"generators": torch.Generator()}, TypeError, "must be a list of torch.Generator; found Generator"),
 ]
 
 

@@ -46,6 +46,9 @@ def test_spaces_without_a_fixed_shape_are_refused_and_those_in_place_of_fields_a
     for given in ((space, spaces.Discrete(2)), (spaces.Discrete(2), space)):
         with pytest.raises((TypeError, ValueError), match=r"(?i)space"):
             ReplayBuffer.from_spaces(3, *given, device="cpu")
+        with pytest.raises(TypeError, match="(?i)space") as refused:
+            steps_from(4, *given)
+        assert "ReplayBuffer" not in str(refused.value)
     for kind, sizes in ((ReplayBuffer, (8,)), (TrajectoryReplayBuffer, (8, 2))):
         with pytest.raises(TypeError, match=rf"{kind.__name__}\.from_spaces"):
             kind(*sizes, WIDE, spaces.Discrete(3))

@@ -16,7 +16,7 @@ from devices import INTERPRETED, scale
 from devices import device_fixture as device_fixture
 from pairs import RowPair, StepPair, play
 from programs import SAMPLERS
-from refusals import LOSSY
+from refusals import LOSSY, whole_state
 from tolerances import close
 from torch import Tensor
 from transitions import EXACT, fill, make, same
@@ -226,6 +226,19 @@ def test_many_fields_of_odd_sizes_keep_their_rows_together(device: str) -> None:
         assert torch.equal(batch[f"part{side}"].long(), batch.key[:, None].expand(-1, side)), side
 
 
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+@pytest.mark.parametrize("nothing", [[None] * 3, (None,) * 3, np.full(3, None)], ids=lambda value: type(value).__name__)
+def test_each_step_may_say_that_it_has_no_final_observation(autoreset: Any, nothing: Any, device: str) -> None:
+    steps = {"obs": torch.ones(3, 2), "action": torch.zeros(3, 2, dtype=torch.int64), "reward": torch.ones(3, 2)}
+    steps |= {"terminated": torch.zeros(3, 2, dtype=torch.bool), "truncated": torch.tensor([[True, False]] * 3)}
+    fields = {"obs": Field((), torch.float32), **ACTION}
+    one, other = (TrajectoryReplayBuffer(8, 2, fields, autoreset=autoreset, device=device) for _ in range(2))
+    one.extend(**steps, final_obs=nothing)
+    for step in range(3):
+        other.add(**{name: value[step] for name, value in steps.items()}, final_obs=None)
+    assert whole_state(one) == whole_state(other)
+
+
 # how values leave
 
 
@@ -236,6 +249,10 @@ SCALED = [
     Field((3,), torch.uint8, torch.int64),
     Field((3,), torch.float32, torch.float16),
     Field((3,), torch.float32, None, -2.0),
+    # a whole number of more than 64 bits, and the largest and the smallest that a half float and a double can be
+    Field((3,), torch.bool, torch.float32, 10**30),
+    Field((3,), torch.bool, torch.float16, 65_504),
+    Field((3,), torch.uint8, torch.float64, 1e-300),
     Field((3,), torch.bool, torch.float32),
 ]
 

@@ -20,7 +20,7 @@ from pairs import RowPair, StepPair, numbered, play
 from tolerances import close
 from transitions import EXACT, fill, make
 
-from gpu_replay import Field, Proportional
+from gpu_replay import Field, Proportional, ReplayBuffer
 
 pytestmark = pytest.mark.contract
 
@@ -101,6 +101,24 @@ def test_masses_are_rounded_to_the_nearest_and_none_is_zero(device: str) -> None
     fill(buffer, 5, priority=[10.4 / UNIT, 10.49 / UNIT, 10.51 / UNIT, 0.4 / UNIT, 0.0])
     assert buffer.masses().tolist() == [10, 10, 11, 1, 1]
     assert buffer.sample(33).key.tolist() == [0] * 10 + [1] * 10 + [2] * 11 + [3, 4]
+
+
+# how much masses are off, in the decades from 1e-7, 1e-6, 1e-5 and 1e-4 on, as the docstring of `Proportional` says
+COARSE = {1.0: (0.34, 0.2, 0.041, 0.005), 0.6: (0.002, 0.002, 0.002, 0.002)}
+
+
+@pytest.mark.parametrize("alpha", COARSE)
+def test_small_masses_are_as_coarse_as_is_said_and_weights_fit_them(alpha: float, device: str) -> None:
+    errors = torch.logspace(-7, -3, 4000, dtype=torch.float64)
+    buffer = ReplayBuffer(4000, FIELDS, sampler=Proportional(alpha=alpha, beta=0.5), device=device)
+    buffer.add(obs=torch.arange(4000), action=torch.arange(4000), priority=errors)
+    masses = buffer.masses().cpu().double()
+    off = (masses / ((errors + 1e-6) ** alpha * UNIT) - 1).abs().view(4, 1000).amax(1)
+    assert (off <= torch.tensor(COARSE[alpha])).all()
+    assert alpha < 1 or (off > torch.tensor(COARSE[alpha]) * 0.8).all()
+    batch = buffer.sample(64)
+    drawn = masses[batch.key.cpu()]
+    assert close(batch.weight, (drawn.min() / drawn).sqrt(), "weight")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -84,6 +84,10 @@ def goals(**changed: Any) -> TrajectoryReplayBuffer:
 
 RESULTS = ("obs", "action", "reward", "terminated", "truncated")
 HUGE, NAN, INF = 10**400, float("nan"), float("inf")
+# scales that the dtype in which they are applied, or the one that is sampled, cannot hold
+NO_SCALES: list[tuple[Any, ...]] = [((), torch.uint8, None, scale) for scale in (NAN, INF, HUGE, 1e39, -1e39, 1e-46)]
+NO_SCALES += [((), torch.uint8, torch.float16, 1e5), ((), torch.float32, torch.bfloat16, np.float64(3.4e38))]
+NO_SCALES += [((), torch.float64, torch.float32, 1e39), ((), torch.float64, None, -HUGE)]
 WRONG: list[tuple[Any, Any, dict[str, list[Any]]]] = [
     (steps, ValueError, {"capacity": [0], "num_envs": [0], "stack": [0], "n_step": [0]}),
     # no observation field has a height and a width to be shifted by two pixels
@@ -101,9 +105,11 @@ WRONG: list[tuple[Any, Any, dict[str, list[Any]]]] = [
             (ValueError, {"alpha": [-0.1, NAN, HUGE], "beta": [-1.0, HUGE], "normalize": ["none"]}),
             (ValueError, {"initial": ["largest", INF, -1.0, HUGE]}),
             (TypeError, {"alpha": ["1"], "beta": [None], "stratified": [1]}),
+            # sums and products with them would overflow
+            (ValueError, {"alpha": [10**101], "beta": [10**101]}),
         )
     ),
-    (Proportional, ValueError, {"eps": [-1e-9], "clip": [0.0]}),
+    (Proportional, ValueError, {"eps": [-1e-9, 10**101], "clip": [0.0]}),
     (Uniform, TypeError, {"replacement": ["no"]}),
     (hindsight, TypeError, {"achieved": [3], "reward_fn": [None], "terminated_fn": [1.0]}),
     (hindsight, ValueError, {"ratio": [1.01, -0.1], "strategy": ["random"]}),
@@ -137,11 +143,17 @@ BUILT: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: rows(fields={"obs": Field((2,), torch.complex64)}), LOSSY, "complex64"),
     (lambda: Field((2,), np.float32), TypeError, "dtype"),
     (lambda: Field((3, -1), torch.float32), ValueError, "-1"),
-    *((lambda scale=scale: Field((), torch.uint8, None, scale), ValueError, "scale") for scale in (NAN, HUGE)),
+    *((lambda kind=kind: Field(*kind), ValueError, "Field scale must be 0 or of a size") for kind in NO_SCALES),
+    (lambda: rows(fields={"obs": Field((10**30, 2), torch.uint8)}), ValueError, "at most 281,474,976,710,656 elements"),
+    (lambda: steps(random_shift=2**15, fields=STEP | {"obs": Field((2, 2), torch.uint8)}), ValueError, "random_shift"),
     (lambda: Combined(Uniform(), newest=0), ValueError, "newest"),
     (lambda: Combined("uniform"), TypeError, "base"),
     (lambda: LinearSchedule(0.4, 1.0, 0), ValueError, "steps"),
     (lambda: LinearSchedule(0.4, INF, 10), ValueError, "end"),
+    (lambda: LinearSchedule(0, 1e308, 100), ValueError, "end must be from -1e.100 to 1e.100; found 1e.308"),
+    (lambda: LinearSchedule(-1e308, 1, 100), ValueError, "start"),
+    (lambda: LinearSchedule(0.4, 1.0, HUGE), ValueError, "steps must be at most"),
+    (lambda: rows(device=1.5), ValueError, "device 1.5 is not one that torch knows"),
     (lambda: steps(num_envs=1).extend(**dict.fromkeys(RESULTS, np.ones((9, 2)))), ValueError, r"value\[:, None\]"),
     (lambda: rows().load("anywhere"), TypeError, r"ReplayBuffer\.load\(.*load_state_dict"),
     *((lambda n=n: hindsight(desired=n), ValueError, "two fields") for n in ("achieved_goal", "obs.achieved_goal")),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import tracemalloc
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +17,14 @@ import torch
 from children import in_a_child, memory_of
 from devices import device_fixture as device_fixture
 from devices import host_only
+from freed import collector_off_fixture as collector_off_fixture
 from pairs import FIELDS, StepPair, live_through
+from places import STEPS, live
+from places import make as made
+from refusals import REFUSALS
 from transitions import SAMPLERS, STORED, fill, make
 
-from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay import CheckpointError, Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.engines.placement import Placement
 from gpu_replay.engines.storage import check_room
 
@@ -168,3 +176,66 @@ def test_an_extend_reads_a_file_piece_by_piece(device: str, tmp_path: Path) -> N
     tracemalloc.stop()
     assert peak < 0.2 * obs.nbytes
     assert torch.equal(buffer[keys[-stored:-1, 0]].obs.cpu(), torch.from_numpy(written[-stored:-1, 0]))
+
+
+# what is dropped
+
+
+def captured(buffer: Any, folder: Path) -> list[Any]:
+    """A step that was called, and one that failed."""
+    step, wrong = (
+        buffer.capture(4, learn) for learn in (lambda batch: (batch.weight, batch.key), lambda batch: "words")
+    )
+    step()
+    with suppress(TypeError):
+        wrong()
+    return [step, wrong]
+
+
+def copied(buffer: Any, folder: Path) -> list[Any]:
+    buffer.save(folder / "c")
+    buffer.load_state_dict(buffer.state_dict())
+    given = {} if (relabel := getattr(buffer, "relabel", None)) is None else {"relabel": relabel}
+    return [type(buffer).load(folder / "c", buffer.device, **given), copy.deepcopy(buffer)]
+
+
+def refused(buffer: Any, folder: Path) -> list[Any]:
+    kind = "steps" if hasattr(buffer, "num_envs") else "rows"
+    for refusal in REFUSALS:
+        if kind in refusal.kinds:
+            refusal.check(buffer)
+    with suppress(CheckpointError):
+        type(buffer).load(folder)
+    return []
+
+
+def plotted(buffer: Any, folder: Path) -> list[Any]:
+    buffer.plot(folder / "buffer.png")
+    return []
+
+
+def stored_in_a_file(buffer: Any, folder: Path) -> list[Any]:
+    return [made("rows", storage_path=folder / "ring")] if buffer.device.type == "cpu" else []
+
+
+USES: dict[str, Callable[[Any, Path], list[Any]]] = {
+    "lived": lambda buffer, folder: [next(buffer.batches(3)), *live(buffer, 1)][:0],
+    **{use.__name__: use for use in (captured, copied, refused, plotted, stored_in_a_file)},
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("kind", ["rows", *STEPS])
+@pytest.mark.usefixtures("collector_off")
+def test_a_dropped_buffer_is_freed_at_once(kind: str, use: str, device: str, tmp_path: Path) -> None:
+    if use == "plotted":
+        pytest.importorskip("matplotlib")
+        # what is caught while matplotlib is imported keeps the frames that import it
+        made("rows").plot(tmp_path / "first.png")
+    buffer = made(kind, device=device)
+    for _ in live(buffer, 1):
+        pass
+    more = USES[use](buffer, tmp_path)
+    kept = [weakref.ref(each) for each in (buffer, buffer._engine, buffer._storage, *more)]
+    del buffer, more
+    assert [each() for each in kept] == [None] * len(kept)

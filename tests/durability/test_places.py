@@ -130,6 +130,34 @@ def test_every_way_of_making_a_buffer_takes_the_path(tmp_path: Path) -> None:
     vector.close()
 
 
+@pytest.mark.parametrize("kind", ["rows", "next_step"])
+def test_a_tilde_is_the_home_folder_wherever_a_path_is_taken(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "here")
+    buffer = make(kind, storage_path="~/ring")
+    assert buffer.storage_path == tmp_path / "ring"
+    buffer.add(**given(buffer))
+    buffer.save(Path("~/saves/c"))
+    assert type(buffer).load("~/saves/c", "cpu").added == buffer.added
+    buffer.plot("~/buffer.png")
+    assert main(["inspect", "~/saves/c", "--output=~/inspected.png"]) == 0
+    assert main(["inspect", "~/saves/c"]) == 0
+    estimate = ["estimate", "--capacity=9", "--field=a=int8", "--device=cpu", "--storage-path=~/ring"]
+    assert main(estimate) == 0
+    assert f"on the disk at {tmp_path / 'ring'}" in capsys.readouterr().out
+    del buffer
+    # libraries keep what they cache there
+    found = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
+    assert found == {"here", "saves", "buffer.png", "inspected.png"}
+    assert {path.name for path in (tmp_path / "saves").iterdir()} == {"c", "c.png"}
+    assert list((tmp_path / "here").iterdir()) == []
+
+
 PLACES: dict[str, tuple[torch.device, Any, Any, Any]] = {
     "another GPU": (CUDA, "cuda:1", None, (ValueError, r'host memory with storage_device="cpu"')),
     "a GPU beside the CPU": (CPU, "cuda", None, (ValueError, "give device='cuda'")),

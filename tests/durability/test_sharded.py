@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import os
@@ -9,6 +10,7 @@ import random
 import re
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -394,6 +396,7 @@ def refusals(group: Any) -> list[tuple[str, str]]:
     """What is raised in calls that are wrong on all ranks, or for the rows that a rank has; the buffer goes on."""
     buffer = made(group)
     found = [outcome(lambda: made(group, sampler=RankBased(), mode="global"))]
+    found += [outcome(lambda seconds=seconds: made(group, timeout=seconds)) for seconds in (1e300, 1e-300)]
     for rank in (1, 0):
         if buffer.rank == rank:
             add_rows(buffer, 3)
@@ -405,6 +408,10 @@ def refusals(group: Any) -> list[tuple[str, str]]:
 
 def test_errors_of_one_rank_are_raised_by_all_and_the_buffer_goes_on(ranks: Ranks) -> None:
     first, second = ranks.run(2, refusals)
+    for found in (first, second):
+        assert [found.pop(1) for _ in range(2)] == [
+            ("ValueError", f"timeout must be from 0.001 to 1e+09; found {seconds}.") for seconds in (1e300, 1e-300)
+        ]
     assert first[0] == second[0]
     assert first[0][0] == "ValueError"
     assert 'mode="local"' in first[0][1]
@@ -414,6 +421,41 @@ def test_errors_of_one_rank_are_raised_by_all_and_the_buffer_goes_on(ranks: Rank
     assert first[2] == second[2] == second[3] == nothing
     assert first[3] == ("KeyError", "'key 1 is held by rank 1; this is rank 0 of 2.'")
     assert "was closed" in first[4][1]
+
+
+def dropped(group: Any, path: str, mode: str) -> list[str]:
+    """After which calls, right ones and wrong ones, a buffer stays where it is dropped."""
+    gc.collect()
+    gc.disable()
+    kept = []
+    wrong = {
+        "sample": lambda buffer: buffer.sample(0),
+        "update": lambda buffer: buffer.update_priorities([0.5], [1.0]),
+        "save": lambda buffer: buffer.save(f"{path}/file/c"),
+        "load": lambda buffer: ShardedReplayBuffer.load(f"{path}/none", group=group),
+        "make": lambda buffer: made(group, timeout=1e300),
+        "read": lambda buffer: buffer[[-1]],
+        "close": lambda buffer: (buffer.close(), buffer.sample(1)),
+    }
+    for name, call in wrong.items():
+        buffer = made(group, mode=mode)
+        add_rows(buffer, 3)
+        batch_of(buffer.sample(3))
+        for right in calls_of(buffer, f"{path}/{name}").values():
+            right()
+        assert outcome(partial(call, buffer))[0] != "nothing"
+        seen = weakref.ref(buffer)
+        del buffer, right
+        kept += [name] if seen() is not None else []
+    gc.enable()
+    return kept
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("mode", ["local", "global"])
+def test_a_dropped_buffer_is_freed_at_once(ranks: Ranks, tmp_path: Path, mode: str, size: int) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert ranks.run(size, dropped, str(tmp_path), mode) == [[]] * size
 
 
 def added_after_close(group: Any) -> list[int]:
@@ -475,6 +517,23 @@ def saving(group: Any, path: str, rows: list[int]) -> list[tuple[int, float]]:
     found = buffer.priorities(buffer.keys().tolist()).tolist()
     buffer.close()
     return list(zip(buffer.keys().tolist(), found, strict=True))
+
+
+def at_home(group: Any, home: str) -> list[str]:
+    """What is in the home folder while a buffer with fields and a checkpoint there is used."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", home)
+        buffer = made(group, storage_path="~/ring")
+        add_rows(buffer, 3)
+        buffer.save("~/c")
+        ShardedReplayBuffer.load("~/c", group=group, timeout=20).close()
+        found = sorted(os.listdir(home))
+        buffer.close()
+    return found
+
+
+def test_a_tilde_is_the_home_folder(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, at_home, str(tmp_path)) == [["c", "ring"]] * 2
 
 
 def loading(group: Any, path: str) -> list[tuple[int, int, float]]:

@@ -125,7 +125,7 @@ EXTENDED: list[tuple[Any, ...]] = [
     ("terminated", Tensor.float, TypeError, "'terminated' is stored as torch.bool"),
     ("priority", torch.ones(2), ValueError, r"priority needs shape \[2, \d"),
     ("note2", torch.zeros(2, 2), KeyError, "unknown 'note2'"),
-    ("final_obs", [None] * 3, ValueError, "'final_obs' needs 2 steps; found 3", takes_finals),
+    ("final_obs", [None] * 3, ValueError, "'final_obs' needs 2 steps; found 3", lambda buffer: "obs" in buffer.fields),
     ("final_obs", lambda v: v[..., None], ValueError, r"'final_obs' needs shape \[2, ", takes_finals),
     ("final_obs", lambda v: [np.full(v.shape[1], None)] * 2, ValueError, "None for environment", takes_finals),
     ("final_obs", Tensor.to_sparse, TypeError, "'final_obs' must be a dense", takes_finals),
@@ -168,6 +168,7 @@ PRIORITIES: list[tuple[Any, Any, str]] = [
     *alike(ValueError, "(?i:priorit)", ONES[:1], torch.ones(3), ONES[:, None]),
     *alike(LOSSY, "(?i:priorit)", ONES.cfloat(), [np.ma.masked, 1.0]),
 ]
+PATHS = [*alike(TypeError, "must be the path of a folder or file; found", None, 3, b"c"), ("", ValueError, "is empty")]
 # arguments of `sample_sequences`
 WINDOWS: list[tuple[Any, Any, str]] = [
     ({name: value}, error, f"{name}.*{value}")
@@ -178,7 +179,7 @@ WINDOWS: list[tuple[Any, Any, str]] = [
             ("burn_in", ValueError, -1),
             ("beta", ValueError, -1.0),
         ),
-        *(("stride", ValueError, 0), ("strict", TypeError, "yes")),
+        *(("stride", ValueError, 0), ("strict", TypeError, "yes"), ("beta", ValueError, 10**101)),
     )
 ]
 
@@ -211,7 +212,7 @@ CALLS: list[tuple[tuple[str, ...], Call, Any, str]] = [
     (STEPS, lambda b, given: b.extend(**each_of(given, lambda v: v[None][:0])), ValueError, "at least one step"),
     *calls(ANY, lambda b, size: b.sample(size), SIZES),
     *calls(STEPS, lambda b, size: b.sample_sequences(size, 3), SIZES),
-    *calls(ANY, lambda b, beta: b.sample(2, beta=beta), alike(ValueError, "beta", -0.5, math.nan)),
+    *calls(ANY, lambda b, beta: b.sample(2, beta=beta), alike(ValueError, "beta", -0.5, math.nan, 1e308)),
     (ANY, lambda b, _: b.sample(2, beta="0.5"), TypeError, "beta"),
     *calls(ANY, lambda b, keys: b.update_priorities(keys, ONES), KEYS),
     *calls(ANY, lambda b, keys: b[keys], KEYS),
@@ -219,12 +220,16 @@ CALLS: list[tuple[tuple[str, ...], Call, Any, str]] = [
     *calls(ANY, lambda b, priorities: b.update_priorities(TWO, priorities), PRIORITIES),
     *calls(ANY, lambda b, kind: b[NOT_DENSE[kind](ONES)], alike(TypeError, "keys.*found", "coo", "quantized")),
     *calls(STEPS, lambda b, given: b.sample_sequences(**{"batch_size": 2, "length": 3} | given), WINDOWS),
+    (STEPS, lambda b, _: b.sample_sequences(2, 3, stride=2**64), ValueError, "stride must be at most"),
     (STEPS, lambda b, _: b.begin_episodes(np.ones(b.num_envs + 1, bool)), ValueError, "environments; found"),
     (STEPS, lambda b, _: b.begin_episodes(np.ones(b.num_envs)), LOSSY, "(?i:bool)"),
     *calls(ANY, lambda b, size: b.batches(size), alike(LOSSY, "size", 0, 1.5)),
     (ANY, lambda b, _: iter(b), TypeError, r"batches\(size\)"),
     (ANY, lambda b, _: b.load_state_dict({}), (TypeError, ValueError, KeyError), "."),
     *calls(ANY, lambda b, key: key in b, alike(TypeError, "needs a key", "5", 5.0, True, [5])),
+    *calls(ANY, lambda b, path: b.save(path), PATHS),
+    *calls(ANY, lambda b, path: type(b).load(path), PATHS),
+    *calls(ANY, lambda b, path: b.plot(path), PATHS),
 ]
 REFUSALS = [
     *(Refusal(f"add {one[:2]}", kinds_of(one[0]), changed(*one[:2]), *one[2:]) for one in GIVEN),

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import nullcontext
+import weakref
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_cuda import FakeCuda
+from freed import collector_off_fixture as collector_off_fixture
 from interpreted import run_apart
 from torch import Tensor
 
 from gpu_replay import Batch, validation
 from gpu_replay.base.buffer import Buffer
-from gpu_replay.graphs.learning_step import LearningStep
+from gpu_replay.graphs import learning_step
 from gpu_replay.graphs.stream_order import StreamOrder
 
 CUDA = torch.device("cuda")
@@ -79,7 +81,7 @@ class Pretended(Buffer):
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     # these priorities are not on a GPU
-    monkeypatch.setattr(LearningStep, "_check", lambda self, priorities: None)
+    monkeypatch.setattr(learning_step, "_check", lambda *_: None)
     return FakeCuda().install(monkeypatch)
 
 
@@ -213,6 +215,21 @@ def test_generators_that_learn_draws_from_are_captured_and_come_back(
     assert cuda.is_clean()
 
 
+@pytest.mark.parametrize("refusal", [None, "capture was invalidated"])
+@pytest.mark.usefixtures("collector_off")
+def test_a_captured_step_that_is_dropped_lets_its_buffer_go(cuda: FakeCuda, refusal: str | None) -> None:
+    buffer = Pretended(cuda)
+    step = buffer.capture(4, lambda batch: None, warm_ups=1)
+    step()
+    cuda.refusal = refusal
+    with suppress(RuntimeError):
+        step()
+    assert step.captured == (refusal is None)
+    kept = [weakref.ref(each) for each in (buffer, step)]
+    del buffer, step
+    assert [each() for each in kept] == [None, None]
+
+
 # tests of a GPU, and which of their cases are rehearsed by default
 REHEARSED = {
     "cannot_be_captured": "item or host",
@@ -220,6 +237,7 @@ REHEARSED = {
     "captured_steps": "transitions-uniform or next_step-uniform",
     "replayed_cycle": "goals-combined-rank",
     "host_counts": "host",
+    "are_dropped": "graph",
 }
 
 
@@ -233,4 +251,4 @@ def test_no_call_waits_and_no_kernel_is_first_launched_while_a_graph_is_captured
     more = "item or host or everything or uniform or combined-rank" if full else ""
     chosen = " or ".join(f"({name} and ({more or case}))" for name, case in REHEARSED.items())
     passed = run_apart(TESTS, "-k", chosen, before=["rehearsal"], PYTHONPATH=os.pathsep.join(places))
-    assert passed >= (51 if full else 8)
+    assert passed >= (52 if full else 9)

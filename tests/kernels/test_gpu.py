@@ -7,11 +7,13 @@ several streams by `test_stream_order.py`. What has an `amount` is rehearsed by 
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from freed import collector_off_fixture as collector_off_fixture
 from gpu_twins import (
     CASES,
     EVERYTHING,
@@ -173,6 +175,25 @@ def test_captured_steps_are_those_of_the_host_and_wait_for_nothing(kind: str, na
         for _ in range(amount(20, 2)):
             step()
     assert torch.cuda.memory_allocated() == memory
+
+
+@pytest.mark.usefixtures("collector_off")
+def test_the_memory_of_a_graph_is_free_when_its_step_and_buffer_are_dropped() -> None:
+    def live() -> None:
+        both = OnGpu(300, 300, EXACT)
+        both.add(own=False)
+        step = both.gpu.capture(32, lambda batch: powers(batch.key))
+        for _ in range(WARM_UPS + 2):
+            step()
+        kept.extend([weakref.ref(both.gpu), weakref.ref(step)])
+
+    kept: list[Any] = []
+    # what is loaded and kept at the first use
+    live()
+    before = torch.cuda.memory_allocated()
+    live()
+    assert torch.cuda.memory_allocated() == before
+    assert [each() for each in kept] == [None] * 4
 
 
 @pytest.mark.parametrize("what", ["item", "host add"])

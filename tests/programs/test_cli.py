@@ -91,6 +91,12 @@ train Pendulum-v1 => actions Box | needs Discrete ones
 train catch --output {here}/file/run => cannot be written: Not a directory
 train catch --actors 0 => --actors must be a number | ray://HOST:PORT
 train catch --output {done} => already holds a run | --overwrite
+train catch --hidden 1000000000 => --hidden must be widths from 1 to 65,536
+train catch --eval-episodes 1e30 => --eval-episodes must be from 1 to 1,000,000
+train catch --return-window 1e30 => --return-window must be from 1 to 1,000,000
+train pong --frame-size 1e9 => --frame-size must be from 36 to 1,024
+train catch --steps 0 --output= => --output: invalid pathname value: ''
+train --from= => --from: invalid pathname value: ''
 train --resume => --resume needs --output
 train --resume --output nowhere => no such folder
 train --resume --output {here} => holds no checkpoint
@@ -102,6 +108,11 @@ train --from {done} --steps 960 => --steps 960 are done | at step 3008
 train --from {done} --actors 2 => --from does not go with --actors
 play run --epsilon 2 => --epsilon: must be from 0 to 1; found 2
 play run --episodes 0 => --episodes: must be at least 1; found 0
+play run --scale 100000 => --scale must be from 1 to 16; found 100000
+play run --output= --epsilon 2 => --output: invalid pathname value: ''
+inspect {done} --output= => --output: invalid pathname value: ''
+bench cpu --output= --only B=7 => --output: invalid pathname value: ''
+bench report --update= => --update: invalid pathname value: ''
 play nowhere => nowhere is not there
 play file => cannot be read
 play {done} --output video.avi => must end in .gif or .mp4
@@ -112,6 +123,11 @@ estimate --capacity 1 --field a => 'a' is not NAME=SHAPE:DTYPE
 estimate --capacity 1 --field a=3:int65 => unknown dtype 'int65'
 estimate --capacity 1 --field a=int64 --field a=int8 => --field a is given twice
 estimate --capacity 9 --field a=int8 --frame-size 42 => --frame-size is of Atari's frames
+estimate --capacity 9 --field a=int8 --storage-path= => storage_path is empty
+estimate --capacity 9 --field a=99999999999999999999:int8 => elements
+study Pong-v5 --output= => --output: invalid pathname value: ''
+study cliffwalk --states-max 21 --output= => --output: invalid pathname value: ''
+study cliffwalk --seeds 1e30 --output new => --seeds: must be less than 2^31
 study Pong-v5 --output new => ENV: 'Pong-v5' is not part | CartPole-v1, Acrobot-v1, MountainCar-v0
 study --output file/study => cannot be written: Not a directory
 study cliffwalk --output file/below => cannot be written
@@ -163,11 +179,68 @@ def test_what_is_not_installed_is_named(command: str, catch_run: Path, capsys: C
 def test_a_run_is_written_over_another_when_asked(catch_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(catch_run, folder)
-    (folder / "notes.txt").write_text("mine")
-    arguments = ["train", "catch", "--device", "cpu", "--steps", "64", "--eval-episodes", "4", "--overwrite"]
-    assert main([*arguments, "--output", str(folder)]) == 0
+    others = [folder / name for name in ("notes.txt", "tensorboard/notes.txt", "checkpoint/best.pt")]
+    for path in others:
+        path.write_text("mine")
+    (events,) = folder.glob("tensorboard/events*")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", interrupted)
+        assert main([*SHORT, "--overwrite", "--output", str(folder)]) == 130
+    # it is still known as a run
+    assert main([*SHORT, "--overwrite", "--output", str(folder)]) == 0
     assert json.loads((folder / "summary.json").read_text())["steps"] == 64
-    assert (folder / "notes.txt").read_text() == "mine"
+    assert [path.name for path in folder.glob("checkpoint/0*")] == [f"{64:012}"]
+    assert not events.exists()
+    assert [path.read_text() for path in others] == ["mine"] * 3
+
+
+SHORT = ["train", "catch", "--device", "cpu", "--steps", "64", "--eval-episodes", "4"]
+
+
+def interrupted(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+# files under the names of a run's
+FOREIGN = {
+    "tensorboard/events.out.tfevents.1.mine": "events",
+    "checkpoint/000000000064/model.pt": "weights",
+    "summary.json": "{}",
+    "settings.json": '{"environments": {}, "methods": {}, "seeds": []}',
+}
+
+
+@pytest.mark.parametrize("flags", [[], ["--overwrite"]], ids=str)
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_no_run_wrote_is_never_removed(name: str, flags: list[str], capsys: Capture, tmp_path: Path) -> None:
+    for package in ("tqdm", "matplotlib", "safetensors"):
+        pytest.importorskip(package)
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(FOREIGN[name])
+    assert main([*SHORT, *flags, "--output", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"holds {name.split('/')[0]}, but no settings.json of a run" in line
+    assert [each.read_text() for each in tmp_path.rglob("*") if each.is_file()] == [FOREIGN[name]]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("train --resume --output=~/file", "train --from=~/file", "play ~/file/none", "bench report ~/file"),
+        *("study --output=~/file/below", "study cliffwalk --output=~/file/below", "bench plot ~/file"),
+    ],
+)
+def test_a_tilde_in_a_command_is_the_home_folder(
+    command: str, capsys: Capture, monkeypatch: Patch, tmp_path: Path
+) -> None:
+    for package in ("gymnasium", "tqdm", "matplotlib", "safetensors", "pandas", "scipy"):
+        pytest.importorskip(package)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    (tmp_path / "file").write_text("in the way")
+    assert main(command.split()) == 2
+    assert f"{tmp_path / 'file'}" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what a process has loaded is read from /proc")

@@ -57,6 +57,8 @@ def test_a_dataset_comes_back_as_it_was() -> None:
     dataset = small_dataset()
     # by its name, and itself
     assert len(from_minari("test/first-v0", device="cpu")) == 12 + 3
+    with pytest.raises(ValueError, match="capacity must be at least 1; found 0"):
+        from_minari(dataset, 0, device="cpu")
     with pytest.raises(FileNotFoundError, match="test/other-v0"):
         from_minari("test/other-v0")
     buffer = from_minari(dataset, n_step=2, gamma=0.5, device="cpu")

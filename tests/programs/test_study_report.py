@@ -187,7 +187,11 @@ def test_a_folder_goes_on_with_the_same_settings_alone(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             claim()
     other.unlink()
-    with pytest.raises(UserError, match="runs without settings.json"):
+    (tmp_path / "report.md").write_text("mine")
+    with pytest.raises(UserError, match="holds episodes.csv.gz, report.md without settings.json"):
+        claim()
+    (tmp_path / "episodes.csv.gz").unlink()
+    with pytest.raises(UserError, match="holds report.md without settings.json"):
         claim()
 
 
