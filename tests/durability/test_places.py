@@ -348,6 +348,9 @@ def test_the_file_has_no_name_and_goes_with_the_buffer(tmp_path: Path) -> None:
     assert len(open_in(folder)) == 1
     assert view.equal(expected)
     del view
+    if INTERPRETED:
+        # Triton's interpreter keeps the arguments of a launch in a cycle
+        gc.collect()
     assert open_in(folder) == []
     assert set(folder.parent.rglob("*")) == {folder, mine}
 
