@@ -140,8 +140,8 @@ def _fields(name: str, space: Space[Any]) -> dict[str, Field]:
         return fields
     if space.shape is None or space.dtype is None or isinstance(space, (spaces.Text, spaces.Sequence, spaces.Graph)):
         raise TypeError(
-            f"{name} has the space {space}, which has no fixed shape and dtype; describe the fields yourself with "
-            "ReplayBuffer(capacity, fields={...})."
+            f"{name} has the space {space}, which has no fixed shape and dtype; describe the fields yourself, with "
+            "fields={...} of the buffer's constructor."
         )
     dtype = _dtype(name, space.dtype)
     if isinstance(space, spaces.Box) and dtype == torch.float64:

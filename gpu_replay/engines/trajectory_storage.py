@@ -29,6 +29,8 @@ Padding = Literal["reset", "zero"]
 _RESERVED_NAMES = ("reward", "terminated", "truncated", "discount", "next_obs", "final_obs", "mask")
 # most frames of a stack and steps of a window: memory for each of them is not counted
 _MOST_FRAMES, _MOST_STEPS = 2**16, 2**24
+# a shift is drawn from 16 random bits
+_MOST_SHIFT = 2**15 - 1
 # bytes that may go to final observations in any case, and bytes per step of a long ring
 _FINALS_AT_LEAST = 3 * 2**20
 _FINALS_PER_STEP = 32
@@ -86,7 +88,7 @@ class StreamSettings:
         if check_choice("autoreset", self.autoreset, get_args(Autoreset)) == "next_step":
             finals = 0
         check_choice("padding", self.padding, get_args(Padding))
-        shift = check_int("random_shift", self.random_shift, 0)
+        shift = check_int("random_shift", self.random_shift, 0, _MOST_SHIFT)
         if shift and all(len(each.shape) < 2 for each in observations):
             raise ValueError(
                 f"random_shift={shift} moves pictures (height, width); no observation field has two dimensions."

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -437,19 +438,18 @@ def test_a_process_leaves_nothing_however_it_ends(end: str, tmp_path: Path) -> N
 # read-ahead belongs to the host engine
 @of_a_file
 @host_only
-def test_pages_of_drawn_rows_are_asked_for_while_gathers_are_slow(tmp_path: Path, monkeypatch: Any) -> None:
+def test_pages_of_drawn_rows_are_asked_for_while_gathers_read_from_the_disk(tmp_path: Path, monkeypatch: Any) -> None:
     buffer, memory = make("exact", storage_path=tmp_path), make("exact")
     for each in (buffer, memory):
         list(live(each, 1))
-    ahead, clock, asked = buffer._engine._ahead, [0.0, 0.0], []
-    ask, ahead.slow = ahead._ask, False
+    ahead, asked = buffer._engine._ahead, []
+    ask, ahead.reads = ahead._ask, False
     monkeypatch.setattr(ahead, "_ask", lambda slots: (asked.extend(slots.tolist()), ask(slots)))
-    monkeypatch.setattr("time.perf_counter", lambda: clock.append(clock[-1] + clock[0]) or clock[-1])
-    # after one that takes a second the next one asks, and after that no more
-    for seconds, asks in ((0.0, False), (1.0, False), (0.0, True), (0.0, False)):
-        clock[0] = seconds
+    # blocks read before and after each gather: the second one waits, so the third asks, and after that no more
+    read = iter((0, 0, 0, 8, 8, 8, 8, 8))
+    monkeypatch.setattr(ahead, "_usage", lambda: SimpleNamespace(ru_inblock=next(read)))
+    for asks in (False, False, True, False):
         asked.clear()
         batch = buffer.sample(16)
         check_equal(batch, memory.sample(16))
-        assert ahead.slow == (seconds > 0)
         assert set(asked) == (set((batch.key % buffer.capacity).tolist()) if asks else set())

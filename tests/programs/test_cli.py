@@ -228,7 +228,8 @@ def test_what_no_run_wrote_is_never_removed(name: str, flags: list[str], capsys:
     "command",
     [
         *("train --resume --output=~/file", "train --from=~/file", "play ~/file/none", "bench report ~/file"),
-        *("study --output=~/file/below", "study cliffwalk --output=~/file/below", "bench plot ~/file"),
+        "study CartPole-v1 --seeds 1 --episodes 1 --methods none --jobs 1 --output=~/file/below",
+        *("study cliffwalk --states-max 2 --seeds 1 --jobs 1 --output=~/file/below", "bench plot ~/file"),
     ],
 )
 def test_a_tilde_in_a_command_is_the_home_folder(
