@@ -660,9 +660,10 @@ class TestDevice:
         same(buffer.sample(3), untouched.sample(3))
 
     def test_a_load_that_ends_twice_leaves_a_buffer_that_refuses_calls(self) -> None:
-        saved, buffer = holding(700).state_dict(), holding(1000)
+        saved, buffer, twin = holding(700).state_dict(), holding(1000), holding(1000)
+        places = Places().made(lambda: twin.load_state_dict(saved))
         with pytest.raises(MemoryError):
-            Places(40, MemoryError, broken=True).made(lambda: buffer.load_state_dict(saved))
+            Places(places.count - 5, MemoryError, broken=True).made(lambda: buffer.load_state_dict(saved))
         keys = torch.zeros(1, dtype=torch.int64)
         calls = (
             lambda: buffer.add(n=keys),

@@ -160,7 +160,7 @@ OBS = {"obs": Field((8,), torch.uint8), **ACTION}
 STARTS = {"add_step_kernel": 10, "gather_windows_kernel": 8}
 WITH_GOALS = {"add_step_kernel": 13, "gather_windows_kernel": 9}
 WITH_GOALS |= {"choose_goals_kernel": 4, "gather_kernel": 2, "draw_kernel": 1}
-BY_MASS = {"add_step_kernel": 10, "gather_windows_kernel": 7, "draw_kernel": 2, "update_kernel": 2}
+BY_MASS = {"add_step_kernel": 11, "gather_windows_kernel": 7, "draw_kernel": 2, "update_kernel": 2}
 CASES = {
     "rows by mass": of_rows("proportional"),
     "rows, all options": of_rows("annealed", find_extreme_kernel=1),
