@@ -24,6 +24,7 @@ from gpu_replay.ops.mass import UNIT
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 from gpu_replay.ops.ring import plan_gather
+from gpu_replay.ops.weights import Drawn
 
 from . import kernel_checks as checks
 from .kernel_checks import Implementation
@@ -88,14 +89,14 @@ def rank_draw(inputs: Inputs) -> Implementation:
 def row_gather(inputs: Inputs) -> Implementation:
     """Rows of five small fields at given slots."""
     buffer = inputs.row_buffer
-    storage = buffer._storage
-    rows = plans(lambda batch: plan_gather(storage.tensors, storage.fields, batch, inputs.device, weighed=False))
+    storage, counters = buffer._storage, buffer._counters
+    rows = plans(lambda batch: plan_gather(storage.tensors, storage.fields, batch, counters, drawn=False))
 
     def gather(slots: Tensor) -> dict[str, Tensor]:
         if buffer._backend == "host":
             # in a ring in its first lap, slots are keys
             return buffer._engine.read(slots)
-        return rows(slots.numel())(slots, None)
+        return rows(slots.numel())(slots, Drawn())
 
     return checks.gathers(gather, inputs.slots, lambda found: checks.wrong_rows(found, inputs))
 
@@ -105,12 +106,12 @@ def frame_gather(inputs: Inputs) -> Implementation:
     buffer = inputs.frame_buffer
     storage, counters = cast(TrajectoryStorage, buffer._storage), buffer._counters
     powers = torch.from_numpy(powers_of(GAMMA, N_STEP)).to(inputs.device)
-    windows = plans(lambda batch: plan_gather_windows(storage, batch, powers, counters, shifted=False, weighed=False))
+    windows = plans(lambda batch: plan_gather_windows(storage, batch, powers, counters, shifted=False, drawn=False))
 
     def gather(slots: Tensor) -> dict[str, Tensor]:
         if buffer._backend == "host":
             return buffer._engine.read(slots)
-        return windows(slots.numel())(slots, None, None)
+        return windows(slots.numel())(slots, (), Drawn())
 
     def wrong(found: dict[str, Tensor]) -> list[str]:
         return checks.wrong_frames(found["obs"], found["next_obs"], inputs)
