@@ -18,12 +18,12 @@ from gpu_replay import Field, Proportional, RankBased, ReplayBuffer
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops._backend import choose
 from gpu_replay.ops.eligibility import powers_of
-from gpu_replay.ops.frames import plan_gather_windows
-from gpu_replay.ops.launch import plans
+from gpu_replay.ops.frames import make_gather_windows
+from gpu_replay.ops.launch import per_arguments
 from gpu_replay.ops.mass import UNIT
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
-from gpu_replay.ops.ring import plan_gather
+from gpu_replay.ops.ring import make_gather
 
 from . import kernel_checks as checks
 from .kernel_checks import Implementation
@@ -89,7 +89,7 @@ def row_gather(inputs: Inputs) -> Implementation:
     """Rows of five small fields at given slots."""
     buffer = inputs.row_buffer
     storage = buffer._storage
-    rows = plans(lambda batch: plan_gather(storage.tensors, storage.fields, batch, buffer._counters))
+    rows = per_arguments(lambda batch: make_gather(storage.tensors, storage.fields, batch, buffer._counters))
 
     def gather(slots: Tensor) -> dict[str, Tensor]:
         if buffer._backend == "host":
@@ -105,7 +105,7 @@ def frame_gather(inputs: Inputs) -> Implementation:
     buffer = inputs.frame_buffer
     storage, counters = cast(TrajectoryStorage, buffer._storage), buffer._counters
     powers = torch.from_numpy(powers_of(GAMMA, N_STEP)).to(inputs.device)
-    windows = plans(lambda batch: plan_gather_windows(storage, batch, powers, counters, shifted=False))
+    windows = per_arguments(lambda batch: make_gather_windows(storage, batch, powers, counters, shifted=False))
 
     def gather(slots: Tensor) -> dict[str, Tensor]:
         if buffer._backend == "host":

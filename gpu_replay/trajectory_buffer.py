@@ -285,7 +285,7 @@ class TrajectoryReplayBuffer(Buffer):
             priority = priority.reshape(count, envs)
         finals = self._input.many_finals(given, terminated, truncated) if given else None
         with self._lock:
-            first = self._draws.span()[1]
+            first = self._sampling.span()[1]
             keys = torch.arange(first, first + count * envs, device=self._device).view(count, envs)
             return self._engine.extend(values, terminated, truncated, priority, finals, keys)
 

@@ -180,7 +180,7 @@ def add_kernel(
 
 
 @triton.jit(do_not_specialize=["batch", "capacity", "per_capacity"])
-def settle_kernel(keys_ptr, counters_ptr, stamp_ptr, batch, capacity, per_capacity, DRAWS: tl.constexpr):
+def last_wins_kernel(keys_ptr, counters_ptr, stamp_ptr, batch, capacity, per_capacity, DRAWS: tl.constexpr):
     """Leave on the slot of every live key the largest position at which it stands: the last one wins."""
     position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     # positions past the end name no key
@@ -209,14 +209,14 @@ def update_kernel(
     capacity,
     per_capacity,
     TRACKS_ELIGIBILITY: tl.constexpr,
-    SETTLES: tl.constexpr,
+    FINDS_WINNERS: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
-    """Give the winners that `settle_kernel` left their masses and their ancestors the differences.
+    """Give the winners that `last_wins_kernel` left their masses and their ancestors the differences.
 
     Winners are distinct slots, so a leaf is read and written by one thread only. With TRACKS_ELIGIBILITY, slots of
-    mass 0 keep it. With SETTLES a single program, which has all the keys, finds the winners itself. Without a tree, see
-    `add_kernel`, stale keys are counted and nothing else happens. per_capacity: see `division.py`.
+    mass 0 keep it. With FINDS_WINNERS a single program, which has all the keys, finds the winners itself. Without a
+    tree, see `add_kernel`, stale keys are counted and nothing else happens. per_capacity: see `division.py`.
     """
     levels, extremes, rule = tree
     position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
@@ -228,7 +228,7 @@ def update_kernel(
         priority = tl.load(priority_ptr + position, mask=named, other=0).to(tl.float64)
         live = is_live(key, counters_ptr, capacity)
         slot = remainder(tl.where(live, key, 0), capacity, per_capacity)
-        if SETTLES:
+        if FINDS_WINNERS:
             tl.atomic_max(stamp_ptr + slot, position.to(tl.int32), mask=live, sem="relaxed")
             # this program alone writes leaves, and not before all threads have passed the second barrier
             old = tl.load(levels[0] + slot, mask=live, other=0)
@@ -240,7 +240,7 @@ def update_kernel(
         new, saturated = mass_of(priority, rule)
         # a loser sees the winner's position, or the reset that the winner left
         winner = live & (stamp == position)
-        if not SETTLES:
+        if not FINDS_WINNERS:
             # a winner in another program may be writing the leaf of a loser
             old = tl.load(levels[0] + slot, mask=winner, other=0)
         meant = winner
@@ -257,7 +257,7 @@ def update_kernel(
             tl.store(extremes[each] + slot // EDGE, tl.full([DRAWS], DIRTY, tl.int64), mask=accepted)
         TOP: tl.constexpr = len(levels) - 1
         # all keys of thousands would wait for each other at the few nodes of the root
-        SUMS: tl.constexpr = TOP > 0 and not SETTLES
+        SUMS: tl.constexpr = TOP > 0 and not FINDS_WINNERS
         for level in tl.static_range(1, TOP if SUMS else TOP + 1):
             tl.atomic_add(levels[level] + (slot >> (SHIFT * level)), change, mask=accepted, sem="relaxed")
         if SUMS:

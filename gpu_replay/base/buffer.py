@@ -85,18 +85,18 @@ class Buffer(StatefulBuffer):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors: fields, priorities and counters, wherever they are."""
-        return self._storage.nbytes + self._state.nbytes + self._draws.scratch_bytes
+        return self._storage.nbytes + self._state.nbytes + self._sampling.scratch_bytes
 
     @property
     def added(self) -> int:
         """Transitions added so far, which is also the key of the next one; on CUDA this waits for the device."""
         with self._lock:
-            return self._draws.span()[1]
+            return self._sampling.span()[1]
 
     def __len__(self) -> int:
         """Transitions stored, at most `capacity`; on CUDA this waits for the device."""
         with self._lock:
-            first, added = self._draws.span()
+            first, added = self._sampling.span()
             return added - first
 
     def __repr__(self) -> str:
@@ -128,13 +128,13 @@ class Buffer(StatefulBuffer):
     def keys(self) -> Tensor:
         """(size,) int64 on the buffer's device, the live keys, oldest first."""
         with self._alone():
-            return torch.arange(*self._draws.span(), device=self._device)
+            return torch.arange(*self._sampling.span(), device=self._device)
 
     def __contains__(self, key: object) -> bool:
         """Whether a key, an int, is live: `key in buffer`."""
         number = validation.check_key(key)
         with self._alone():
-            first, added = self._draws.span()
+            first, added = self._sampling.span()
         return first <= number < added
 
     def __iter__(self) -> Iterator[Any]:
@@ -153,13 +153,13 @@ class Buffer(StatefulBuffer):
         """
         rows = validation.check_int("size", size, 1)
         with self._alone():
-            first, added = self._draws.span()
+            first, added = self._sampling.span()
         return self._walk(first, added, rows)
 
     def _walk(self, start: int, end: int, rows: int) -> Iterator[Batch]:
         while True:
             with self._alone():
-                start = max(start, self._draws.span()[0])
+                start = max(start, self._sampling.span()[0])
                 if start >= end:
                     return
                 keys = torch.arange(start, min(start + rows, end), device=self._device)
@@ -183,7 +183,7 @@ class Buffer(StatefulBuffer):
             )
         with self._alone():
             array = validation.as_keys(keys, self._device).cpu().numpy()
-            check_live(array, *self._draws.span())
+            check_live(array, *self._sampling.span())
             slots = torch.from_numpy(array % self._state.slots).to(self._device)
             masses = self._state.masses.masses[slots].cpu().numpy()
         numbers = np.where(masses > 0, self._state.rule.priorities(np.maximum(masses, 1)), 0.0)
@@ -244,12 +244,12 @@ class Buffer(StatefulBuffer):
             return
         keys, priorities, ready = validation.as_update(keys, priorities, self._device, as_array=self._on_host)
         with self._lock:
-            self._draws.update(keys, priorities, ready)
+            self._sampling.update(keys, priorities, ready)
 
     def stats(self) -> Stats:
         """Diagnostics of this moment; on CUDA this waits for the device and reads all priorities once."""
         with self._alone():
-            first, added = self._draws.span()
+            first, added = self._sampling.span()
             size = added - first
             counts = self._counters.tolist()
             eligible = counts[Counter.ELIGIBLE] if self._tracks_eligibility else size
@@ -355,4 +355,4 @@ class Buffer(StatefulBuffer):
             if batch is not None:
                 self._check_enough(batch)
             yield
-            self._engine.on_replay(recorded.rows)
+            self._engine.count_added(recorded.rows)

@@ -19,9 +19,9 @@ from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.checkpoint.config import config_of
 from gpu_replay.checkpoint.joint import KIND, NO_SETTINGS, SINGLE, BufferCheckpoint, Share
 from gpu_replay.engines.device_sampler import DeviceSampler
-from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import MakeMemory, StoragePath, check_placement
+from gpu_replay.engines.sampler_state import SamplerState
 from gpu_replay.engines.saved_state import StateLayout, check_state
 from gpu_replay.engines.storage import Storage, check_device, check_room, free_bytes
 from gpu_replay.fields import Field
@@ -85,7 +85,7 @@ class StatefulBuffer(ABC):
         # allocated and filled on this one
         with torch.inference_mode(False), self._stream_order:
             self._storage = self._make_storage()
-            self._state = DrawState(
+            self._state = SamplerState(
                 sampler,
                 capacity,
                 self._device,
@@ -96,7 +96,7 @@ class StatefulBuffer(ABC):
             )
             self._counters = self._state.counters
             self._engine: Engine = self._make_engine()
-        self._draws: HostSampler | DeviceSampler = self._engine.draws
+        self._sampling: HostSampler | DeviceSampler = self._engine.sampling
         self._operators = Operators(self, self._device)
 
     @abstractmethod
@@ -128,7 +128,7 @@ class StatefulBuffer(ABC):
 
         An interrupt (KeyboardInterrupt) takes effect after the call.
         """
-        with self._lock, self._stream_order.mending(), self._alone():
+        with self._lock, self._stream_order.repairing(), self._alone():
             try:
                 self._forget_all()
             except BaseException:
@@ -163,7 +163,7 @@ class StatefulBuffer(ABC):
         written, draws = min(added, self._capacity), self._state
         if self._placement.pinned:
             # the device may still read and write memory that the host is about to use
-            self._stream_order.settle()
+            self._stream_order.synchronize()
         views = {f"fields.{name}": tensor[:written] for name, tensor in self._storage.tensors.items()}
         views["times_sampled"] = self._storage.times_sampled[:written]
         if draws.tree is not None:
@@ -176,7 +176,7 @@ class StatefulBuffer(ABC):
     def _rebuild(self, seed: int) -> None:
         """Take over what was written into `_state_tensors` and the counters, and draw from this seed."""
         self._seed = seed
-        written = min(self._draws.span()[1], self._capacity)
+        written = min(self._sampling.span()[1], self._capacity)
         self._storage.reset_from(written)
         self._state.rebuild(written)
         self._engine.rebuild(seed)
@@ -203,7 +203,7 @@ class StatefulBuffer(ABC):
 
     def _check_copy(self) -> None:
         """Raise MemoryError where a copy of what is stored is known not to fit into memory."""
-        views, free = self._state_tensors(self._draws.span()[1]), free_bytes(torch.device("cpu"))
+        views, free = self._state_tensors(self._sampling.span()[1]), free_bytes(torch.device("cpu"))
         needed = sum(tensor.nbytes for tensor in views.values())
         if free is not None and needed > free:
             raise MemoryError(
@@ -217,7 +217,7 @@ class StatefulBuffer(ABC):
         Raises ValueError when capacity, fields or sampler differ, KeyError or TypeError for what is no such state;
         nothing is changed then. An interrupt (KeyboardInterrupt) or a lack of memory later on leaves the buffer empty.
         """
-        with self._lock, self._stream_order.mending(), self._alone():
+        with self._lock, self._stream_order.repairing(), self._alone():
             take_over = checkpoint_state.checked_state(self._buffer_state(), state)
             try:
                 self._stream_order.interrupted = True

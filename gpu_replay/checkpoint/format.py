@@ -42,8 +42,8 @@ from gpu_replay.checkpoint.shards import (
     in_parallel,
     plan_shards,
     read_shard,
-    settle,
     sha256_of,
+    synchronize,
     write_shard,
 )
 from gpu_replay.errors import CheckpointError
@@ -73,7 +73,7 @@ def write_checkpoint(
     """
     json.dumps(manifest)
     plan = plan_shards(tensors, shard_bytes)
-    settle(tensors.values())
+    synchronize(tensors.values())
     with writing(path) as (folder, before):
         try:
             write_manifest(folder, manifest, write_shards(folder, plan, tensors))
@@ -160,7 +160,7 @@ class Checkpoint:
         """
         for name, out in tensors.items():
             self.require(name, out.dtype, tuple(out.shape))
-        settle(tensors.values())
+        synchronize(tensors.values())
         self.read_parts(lambda part: part.name in tensors, lambda part: part.of(tensors[part.name]))
 
     def read_parts(

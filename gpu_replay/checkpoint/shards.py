@@ -195,7 +195,7 @@ def in_parallel(work: Callable[[Item], Result], items: Sequence[Item], done: Cal
         threads.wait()
 
 
-def settle(tensors: Iterable[Tensor]) -> None:
+def synchronize(tensors: Iterable[Tensor]) -> None:
     """Wait for the kernels that fill these tensors, since worker threads use other streams."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

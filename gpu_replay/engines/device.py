@@ -15,9 +15,9 @@ from torch import Tensor
 
 from gpu_replay.engines.device_sampler import DeviceSampler, Sample
 from gpu_replay.engines.storage import Storage, check_live
-from gpu_replay.ops.launch import allocator, plans
-from gpu_replay.ops.priorities import Add, plan_add
-from gpu_replay.ops.ring import plan_gather
+from gpu_replay.ops.launch import allocator, per_arguments
+from gpu_replay.ops.priorities import Add, make_add
+from gpu_replay.ops.ring import make_gather
 from gpu_replay.ops.weights import Finish, Gather
 
 # slots and probabilities of a sample, and what counts and returns it
@@ -30,21 +30,21 @@ class DeviceEngine:
     The buffer has checked all arguments and holds the lock.
     """
 
-    def __init__(self, storage: Storage, draws: DeviceSampler) -> None:
-        self.draws = draws
+    def __init__(self, storage: Storage, sampling: DeviceSampler) -> None:
+        self.sampling = sampling
         self._storage = storage
-        stores, fields, counters, masses = storage.tensors, storage.fields, draws.counters, draws.masses
+        stores, fields, counters, masses = storage.tensors, storage.fields, sampling.counters, sampling.masses
         # none of these refers to this object: a buffer that nobody holds gives its memory back at once
-        reads = self._reads = plans(lambda rows: plan_gather(stores, fields, rows, counters))
+        reads = self._reads = per_arguments(lambda rows: make_gather(stores, fields, rows, counters))
 
         def make_sample(batch: int, scheduled: bool) -> Sample:
-            return draws.make_sample(batch, scheduled, lambda end: plan_gather(stores, fields, batch, counters, end))
+            return sampling.make_sample(batch, scheduled, lambda end: make_gather(stores, fields, batch, counters, end))
 
         def make_unfinished(batch: int, scheduled: bool) -> Callable[[float | None], Unfinished]:
             held: list[tuple[Tensor, Callable[[], dict[str, Tensor]]]] = []
 
             def make(end: Finish) -> Gather:
-                read, finish = reads(batch), plan_gather({}, {}, batch, counters, end)
+                read, finish = reads(batch), make_gather({}, {}, batch, counters, end)
 
                 def gather(slots: Tensor, *arguments: Any) -> dict[str, Tensor]:
                     held.append((slots, partial(finish, slots, *arguments)))
@@ -52,7 +52,7 @@ class DeviceEngine:
 
                 return gather
 
-            sample = draws.make_sample(batch, scheduled, make)
+            sample = sampling.make_sample(batch, scheduled, make)
 
             def unfinished(beta: float | None) -> Unfinished:
                 held.clear()
@@ -63,57 +63,57 @@ class DeviceEngine:
             return unfinished
 
         # by the batch, and whether a schedule gives beta
-        self._samples, self._unfinished = plans(make_sample), plans(make_unfinished)
+        self._samples, self._unfinished = per_arguments(make_sample), per_arguments(make_unfinished)
 
-        def make_add(rows: int, own: torch.dtype | None) -> tuple[Callable[[], Tensor], Add]:
+        def make(rows: int, own: torch.dtype | None) -> tuple[Callable[[], Tensor], Add]:
             times_sampled, given = storage.times_sampled, own is not None
-            add = plan_add(stores, fields, masses, counters, times_sampled, rows, draws.source, given=given)
-            return allocator((rows,), torch.int64, draws.device), add
+            add = make_add(stores, fields, masses, counters, times_sampled, rows, sampling.initial_counter, given=given)
+            return allocator((rows,), torch.int64, sampling.device), add
 
         # by the number of rows and the dtype of their priorities
-        self._adds = plans(make_add)
+        self._adds = per_arguments(make)
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
-        self.draws.rebuild()
+        self.sampling.rebuild()
 
     def on_clear(self) -> None:
         """Reset host state after `clear`."""
-        self.draws.on_clear()
+        self.sampling.on_clear()
 
-    def on_replay(self, rows: int) -> None:
+    def count_added(self, rows: int) -> None:
         """Count the rows of a replay, or of an `add` that runs now."""
-        self.draws.added += rows
+        self.sampling.added += rows
 
     def count_at_least(self, needed: int, skipped: int) -> int:
         """Stored transitions, exact only below `needed`.
 
         Waits for the device only when adds that others replay, or an interrupt, may have changed the answer.
         """
-        draws = self.draws
-        too_few = draws.added - draws.first < needed and draws.uncounted
-        if (too_few or draws.interrupted) and not draws.capturing():
-            draws.look()
-        return min(self._storage.capacity, draws.added - draws.first)
+        sampling = self.sampling
+        too_few = sampling.added - sampling.first < needed and sampling.host_count_stale
+        if (too_few or sampling.interrupted) and not sampling.capturing():
+            sampling.look()
+        return min(self._storage.capacity, sampling.added - sampling.first)
 
     def append(self, values: dict[str, Tensor], rows: int, priorities: Tensor | None, ready: bool) -> Tensor:
         """Store `rows` transitions and return their (rows,) keys; 1 launch for tensors on the device.
 
         ready: whether a kernel can read the values as they are.
         """
-        draws = self.draws
-        with draws.order:
-            moved, own = draws.on_device(values, priorities, ready)
+        sampling = self.sampling
+        with sampling.order:
+            moved, own = sampling.on_device(values, priorities, ready)
             new_keys, add = self._adds(rows, None if own is None else own.dtype)
             keys = new_keys()
-            draws.changed()
-            draws.interrupted = not draws.order.captures
+            sampling.changed()
+            sampling.interrupted = not sampling.order.captures
             add(moved, own, keys, ready)
-            if draws.order.captures:
-                draws.note_captured(rows)
+            if sampling.order.captures:
+                sampling.note_captured(rows)
             else:
-                self.on_replay(rows)
-            draws.interrupted = False
+                self.count_added(rows)
+            sampling.interrupted = False
         return keys
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
@@ -121,18 +121,18 @@ class DeviceEngine:
 
         By rank 1 and a sort come first where something has changed.
         """
-        with self.draws.order:
+        with self.sampling.order:
             return self._samples(batch, beta is None)(beta)
 
     def sample_unfinished(self, batch: int, beta: float | None) -> Unfinished:
         """Slots and probabilities of a sample, and what counts and returns it; not called, nothing has changed."""
-        with self.draws.order:
+        with self.sampling.order:
             return self._unfinished(batch, beta is None)(beta)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The stored transitions of these keys; KeyError naming the first that is not live. Waits for the device."""
-        with self.draws.order:
-            check_live(keys, *self.draws.span())
+        with self.sampling.order:
+            check_live(keys, *self.sampling.span())
             return self._reads(keys.shape[0])(keys % self._storage.capacity)
 
     # all that is stored can be read

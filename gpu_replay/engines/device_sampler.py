@@ -12,13 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.draw_state import DrawState
+from gpu_replay.engines.sampler_state import SamplerState
 from gpu_replay.engines.storage import Storage
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.draw import plan_draw
-from gpu_replay.ops.launch import allocator, plans
-from gpu_replay.ops.priorities import DeviceMasses, plan_update
+from gpu_replay.ops.draw import make_draw
+from gpu_replay.ops.launch import allocator, per_arguments
+from gpu_replay.ops.priorities import DeviceMasses, make_update
 from gpu_replay.ops.rank_draw import DeviceRanks
 from gpu_replay.ops.weights import Finish, Gather
 from gpu_replay.samplers import LinearSchedule
@@ -37,14 +37,14 @@ class DeviceSampler:
     The buffer has checked all arguments and holds the lock.
     """
 
-    def __init__(self, state: DrawState, storage: Storage, stream_order: StreamOrder) -> None:
+    def __init__(self, state: SamplerState, storage: Storage, stream_order: StreamOrder) -> None:
         self.state = state
         self.counters = state.counters
         self.order = stream_order
         self.device = state.counters.device
         # whether adds were captured that others replay, so that the host cannot count on; and whether an interrupt came
         # when an add may have been launched, so that the host must look once
-        self.uncounted = self.interrupted = False
+        self.host_count_stale = self.interrupted = False
         self.masses: DeviceMasses | None = None
         base = self._base = state.base
         if base.kernel is None:
@@ -57,7 +57,7 @@ class DeviceSampler:
         self._schedule: Tensor | None = None
         self._ranks: DeviceRanks | None = None
         # whether it draws from some of the slots, for one call
-        self._narrowed = False
+        self._restricted = False
         # the smallest live key, until the ring overwrites it, and the next key, but for adds that others replay
         self.first = self.added = 0
         if base.prioritized and not base.summed:
@@ -66,15 +66,15 @@ class DeviceSampler:
             initial = 1.0 if isinstance(base.initial, str) else float(base.initial)
             self.masses = DeviceMasses(state.tree, state.rule, state.rule.mass(initial))
         # where the initial mass of new transitions is found, if it is among the counters
-        self.source = {"running": Counter.MAX_MASS, "stored": Counter.HIGHEST}.get(str(base.initial))
+        self.initial_counter = {"running": Counter.MAX_MASS, "stored": Counter.HIGHEST}.get(str(base.initial))
         if isinstance(base.beta, LinearSchedule):
             parts = [base.beta.start, base.beta.end - base.beta.start, float(base.beta.steps)]
             self._schedule = torch.tensor(parts, dtype=torch.float64, device=self.device)
         masses = self.masses
         # another dtype of priorities is another launch
         tracks = state.tracks_eligibility
-        self._updates = plans(
-            lambda keys, dtype: plan_update(masses, state.counters, state.slots, keys, tracks_eligibility=tracks)
+        self._updates = per_arguments(
+            lambda keys, dtype: make_update(masses, state.counters, state.slots, keys, tracks_eligibility=tracks)
         )
 
     @property
@@ -114,7 +114,7 @@ class DeviceSampler:
         if self.order.recorded is not None:
             self.order.recorded.rows += rows
         else:
-            self.uncounted = True
+            self.host_count_stale = True
 
     def moved(self, value: Tensor) -> Tensor:
         """The value on the device, without gaps, and out of pinned memory before its owner can change it."""
@@ -148,10 +148,10 @@ class DeviceSampler:
         if self._ranks is not None:
             self._ranks.changed(self.order.captures)
 
-    def restricted_to(self, allowed: Tensor) -> DeviceSampler:
+    def restricted(self, allowed: Tensor) -> DeviceSampler:
         """A sampler for one call over the allowed slots alone, (slots,) bool; a few small launches of torch."""
         sampler = copy.copy(self)
-        sampler.state, sampler._narrowed = self.state.narrowed(allowed), True
+        sampler.state, sampler._restricted = self.state.restricted(allowed), True
         return sampler
 
     def _kept(self, batch: int) -> tuple[Tensor, ...]:
@@ -185,8 +185,8 @@ class DeviceSampler:
         state, base, ranks, device = self.state, self._base, self._ranks, self.device
         drawn = batch - state.sampler.newest_of(batch)
         # an order that leaves out slots is valid for one call only
-        by_rank, alone = ranks is not None and drawn > 0, skipped > 0 or self._narrowed
-        draw, blocks, minima = plan_draw(
+        by_rank, alone = ranks is not None and drawn > 0, skipped > 0 or self._restricted
+        draw, blocks, minima = make_draw(
             base.kernel or "uniform",
             state.counters,
             drawn,

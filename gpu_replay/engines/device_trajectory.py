@@ -22,14 +22,14 @@ from gpu_replay.ops.eligibility import (
     Flag,
     GivenFinals,
     endings,
-    plan_add_step,
+    make_add_step,
     powers_of,
     sequence_starts,
 )
-from gpu_replay.ops.frames import plan_gather_sequences, plan_gather_windows
-from gpu_replay.ops.hindsight import gather_goals, goal_blocks, plan_choose_goals, put_goals
-from gpu_replay.ops.launch import allocator, plans
-from gpu_replay.ops.ring import plan_gather
+from gpu_replay.ops.frames import make_gather_sequences, make_gather_windows
+from gpu_replay.ops.hindsight import gather_goals, goal_blocks, make_choose_goals, put_goals
+from gpu_replay.ops.launch import allocator, per_arguments
+from gpu_replay.ops.ring import make_gather
 from gpu_replay.ops.weights import Finish, Gather
 from gpu_replay.validation import as_tensor
 
@@ -47,57 +47,59 @@ class TrajectoryDeviceEngine:
     The buffer has checked all arguments and holds the lock.
     """
 
-    def __init__(self, storage: TrajectoryStorage, draws: DeviceSampler) -> None:
-        self.draws = draws
+    def __init__(self, storage: TrajectoryStorage, sampling: DeviceSampler) -> None:
+        self.sampling = sampling
         self._storage = storage
         self._shape = storage.streams.shape
-        powers = torch.from_numpy(powers_of(storage.gamma, self._shape.n_step)).to(draws.device)
+        powers = torch.from_numpy(powers_of(storage.gamma, self._shape.n_step)).to(sampling.device)
         # eligible starts when their number was last read, and steps overwritten since
         self._eligible = self._overwritten = 0
         # none of these refers to this object: a buffer that nobody holds gives its memory back at once
-        streams, stores, fields, counters = storage.streams, storage.tensors, storage.fields, draws.counters
-        self._new_keys = allocator((self._shape.num_envs,), torch.int64, draws.device)
+        streams, stores, fields, counters = storage.streams, storage.tensors, storage.fields, sampling.counters
+        self._new_keys = allocator((self._shape.num_envs,), torch.int64, sampling.device)
         # by the dtype of priorities, and whether final observations come with the step
-        self._steps = plans(
-            lambda own, with_final: plan_add_step(
+        self._steps = per_arguments(
+            lambda own, with_final: make_add_step(
                 stores,
                 fields,
                 streams,
-                draws.masses,
-                draws.state.eligible_tree,
+                sampling.masses,
+                sampling.state.eligible_tree,
                 counters,
                 storage.times_sampled,
                 storage.finals if with_final else {},
-                draws.source,
+                sampling.initial_counter,
             )
         )
         # windows to read, by their number
-        self._windows = plans(lambda batch: plan_gather_windows(storage, batch, powers, counters, shifted=False))
+        self._windows = per_arguments(
+            lambda batch: make_gather_windows(storage, batch, powers, counters, shifted=False)
+        )
         # single steps, by their number
-        self._rows = plans(lambda rows: plan_gather(stores, fields, rows, counters))
+        self._rows = per_arguments(lambda rows: make_gather(stores, fields, rows, counters))
         shifted, relabel, num_envs = storage.random_shift > 0, storage.relabel, self._shape.num_envs
 
         def make_sample(batch: int, scheduled: bool) -> Sample:
             if relabel is not None and (count := relabel.count(batch)):
                 more = goal_blocks(count, relabel.strategy)
                 make = partial(make_relabeled, batch, relabel, count)
-                return draws.make_sample(batch, scheduled, make, shifted=shifted, more=more)
-            make = partial(plan_gather_windows, storage, batch, powers, counters, shifted=shifted)
-            return draws.make_sample(batch, scheduled, make, shifted=shifted)
+                return sampling.make_sample(batch, scheduled, make, shifted=shifted, more=more)
+            make = partial(make_gather_windows, storage, batch, powers, counters, shifted=shifted)
+            return sampling.make_sample(batch, scheduled, make, shifted=shifted)
 
         def make_sequences(batch: int, length: int, scheduled: bool, within: DeviceSampler | None = None) -> Sample:
-            make = partial(plan_gather_sequences, storage, batch, length, powers, counters, shifted=shifted)
+            make = partial(make_gather_sequences, storage, batch, length, powers, counters, shifted=shifted)
             skipped = (length - 1) * num_envs if within is None else 0
-            return (within or draws).make_sample(batch, scheduled, make, skipped=skipped, shifted=shifted)
+            return (within or sampling).make_sample(batch, scheduled, make, skipped=skipped, shifted=shifted)
 
         def make_relabeled(batch: int, relabel: Hindsight, count: int, end: Finish) -> Gather:
             achieved, before = relabel.achieved_field, end.blocks - goal_blocks(count, relabel.strategy)
-            windows = plan_gather_windows(storage, batch, powers, counters, shifted=shifted)
-            choose = plan_choose_goals(streams, batch, counters, count, relabel.strategy, before)
+            windows = make_gather_windows(storage, batch, powers, counters, shifted=shifted)
+            choose = make_choose_goals(streams, batch, counters, count, relabel.strategy, before)
             # as they are stored
             raw = {achieved: Field(fields[achieved].shape, fields[achieved].dtype)}
-            rows = plan_gather({achieved: stores[achieved]}, raw, count, counters)
-            finish = plan_gather({}, {}, batch, counters, end)
+            rows = make_gather({achieved: stores[achieved]}, raw, count, counters)
+            finish = make_gather({}, {}, batch, counters, end)
             pool, field, stack = storage.finals.get(achieved), fields[relabel.desired_field], streams.shape.stack
 
             def gather(slots: Tensor, words: tuple[Tensor, ...] = (), *arguments: Any) -> dict[str, Tensor]:
@@ -110,26 +112,26 @@ class TrajectoryDeviceEngine:
 
         # by what is asked for, and whether a schedule gives beta
         self._samples, self._sequences, self._relabeled = (
-            plans(make_sample),
-            plans(make_sequences),
-            plans(make_relabeled),
+            per_arguments(make_sample),
+            per_arguments(make_sequences),
+            per_arguments(make_relabeled),
         )
         self._make_sequences = make_sequences
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
-        self.draws.rebuild()
+        self.sampling.rebuild()
         self._eligible = self._overwritten = 0
 
     def on_clear(self) -> None:
         """Reset host state after `clear`."""
         self._eligible = self._overwritten = 0
-        self.draws.on_clear()
+        self.sampling.on_clear()
 
-    def on_replay(self, rows: int) -> None:
+    def count_added(self, rows: int) -> None:
         """Count the rows of a replay, whole steps of all environments, or of an `add` that runs now."""
-        self.draws.added += rows
-        self._overwritten += min(rows, max(0, self.draws.added - self._shape.slots)) // self._shape.num_envs
+        self.sampling.added += rows
+        self._overwritten += min(rows, max(0, self.sampling.added - self._shape.slots)) // self._shape.num_envs
 
     # add
 
@@ -146,22 +148,22 @@ class TrajectoryDeviceEngine:
 
         ready: whether a kernel can read the values as they are.
         """
-        draws = self.draws
-        with draws.order:
+        sampling = self.sampling
+        with sampling.order:
             # inputs are copied to the device before the first write to the ring, since a copy may fail
-            flags = draws.moved(terminated), draws.moved(truncated)
-            final_rows = None if finals is None else {name: draws.moved(value) for name, value in finals.items()}
-            moved, own = draws.on_device(values, priorities, ready)
+            flags = sampling.moved(terminated), sampling.moved(truncated)
+            final_rows = None if finals is None else {name: sampling.moved(value) for name, value in finals.items()}
+            moved, own = sampling.on_device(values, priorities, ready)
             keys = self._new_keys()
             step = self._steps(None if own is None else own.dtype, final_rows is not None)
-            draws.changed()
-            draws.interrupted = not draws.order.captures
+            sampling.changed()
+            sampling.interrupted = not sampling.order.captures
             step(moved, final_rows, *flags, own, keys, ready)
-            if draws.order.captures:
-                draws.note_captured(self._shape.num_envs)
+            if sampling.order.captures:
+                sampling.note_captured(self._shape.num_envs)
             else:
-                self.on_replay(self._shape.num_envs)
-            draws.interrupted = False
+                self.count_added(self._shape.num_envs)
+            sampling.interrupted = False
         return keys
 
     def extend(
@@ -177,17 +179,21 @@ class TrajectoryDeviceEngine:
 
         Values go to the device piece by piece. An interrupt leaves the steps before it.
         """
-        draws, envs, together = self.draws, self._shape.num_envs, max(1, _TOGETHER // self._shape.num_envs)
+        sampling, envs, together = self.sampling, self._shape.num_envs, max(1, _TOGETHER // self._shape.num_envs)
         place = np.full(len(keys), -1) if finals is None else finals.place
         given = {} if finals is None else {name: torch.as_tensor(rows) for name, rows in finals.rows.items()}
         flags = torch.from_numpy(np.stack((terminated, truncated)))
-        with draws.order:
+        with sampling.order:
             for begin in range(0, len(keys), together):
                 some = slice(begin, begin + together)
                 pieces = {
-                    name: draws.moved(as_tensor(name, value[some], draws.device)) for name, value in values.items()
+                    name: sampling.moved(as_tensor(name, value[some], sampling.device))
+                    for name, value in values.items()
                 }
-                ended, own = draws.moved(flags[:, some]), None if priorities is None else draws.moved(priorities[some])
+                ended, own = (
+                    sampling.moved(flags[:, some]),
+                    None if priorities is None else sampling.moved(priorities[some]),
+                )
                 for step in range(ended.shape[1]):
                     row = slice(int(place[begin + step]) * envs, (int(place[begin + step]) + 1) * envs)
                     known = {name: rows[row] for name, rows in given.items()} if place[begin + step] >= 0 else None
@@ -204,12 +210,12 @@ class TrajectoryDeviceEngine:
 
     def break_streams(self, envs: Tensor) -> None:
         """The next step of these environments, a bool (num_envs,), is the first of an episode."""
-        num_envs, flags, draws = self._shape.num_envs, self._storage.streams.flags, self.draws
-        with draws.order:
-            added = draws.counters[Counter.ADDED]
+        num_envs, flags, sampling = self._shape.num_envs, self._storage.streams.flags, self.sampling
+        with sampling.order:
+            added = sampling.counters[Counter.ADDED]
             # before the first step there is none to mark
-            cut = draws.moved(envs).to(torch.uint8) * Flag.CUT * (added > 0)
-            slots = (added - num_envs + torch.arange(num_envs, device=draws.device)) % self._shape.slots
+            cut = sampling.moved(envs).to(torch.uint8) * Flag.CUT * (added > 0)
+            slots = (added - num_envs + torch.arange(num_envs, device=sampling.device)) % self._shape.slots
             flags.index_copy_(0, slots, flags[slots] | cut)
 
     def span_of_steps(self) -> tuple[int, int]:
@@ -218,12 +224,12 @@ class TrajectoryDeviceEngine:
         Waits for the device only when adds that others replay, or an interrupt, may have changed the answer; while
         capturing it takes the ring for full then.
         """
-        steps, envs, draws = self._shape.steps, self._shape.num_envs, self.draws
-        if draws.uncounted or draws.interrupted:
-            if draws.capturing():
+        steps, envs, sampling = self._shape.steps, self._shape.num_envs, self.sampling
+        if sampling.host_count_stale or sampling.interrupted:
+            if sampling.capturing():
                 return 0, steps
             self._look()
-        return max(draws.first // envs, draws.added // envs - steps), draws.added // envs
+        return max(sampling.first // envs, sampling.added // envs - steps), sampling.added // envs
 
     # sample
 
@@ -233,26 +239,26 @@ class TrajectoryDeviceEngine:
         Waits for the device when the host does not know of enough: a few times while a buffer fills, and whenever
         adds that others replay may have changed the answer. While capturing it takes them for enough.
         """
-        if self.draws.capturing():
+        if self.sampling.capturing():
             return needed
-        if self.draws.interrupted:
+        if self.sampling.interrupted:
             self._look()
         least = self._at_least() - skipped
         if least >= needed:
             return least
-        with self.draws.order:
-            counts = self.draws.counters.tolist()
+        with self.sampling.order:
+            counts = self.sampling.counters.tolist()
             self._eligible, self._overwritten = counts[Counter.ELIGIBLE], 0
             return self._eligible - self._count_newest(counts[Counter.ADDED], skipped)
 
     def _look(self) -> None:
         """Read what is stored; how many starts are eligible is read by the next call that asks."""
-        self.draws.look()
+        self.sampling.look()
         self._eligible = self._overwritten = 0
 
     def _at_least(self) -> int:
         """A lower bound of the eligible starts, without asking the device."""
-        if self.draws.uncounted:
+        if self.sampling.host_count_stale:
             return 0
         if not self._overwritten:
             return self._eligible
@@ -263,7 +269,7 @@ class TrajectoryDeviceEngine:
         """Eligible starts in the newest `slots` slots; waits for the device."""
         if not slots:
             return 0
-        eligible = self.draws.state.eligible.masses > 0
+        eligible = self.sampling.state.eligible.masses > 0
         return int(eligible.roll(-(added % self._shape.slots))[-slots:].sum())
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
@@ -272,7 +278,7 @@ class TrajectoryDeviceEngine:
         By rank 1 and a sort come first where something has changed. With `relabel` there are 3 more, and small ones of
         torch; the user's functions run before the sample is counted, so that one that raises leaves all as it was.
         """
-        with self.draws.order:
+        with self.sampling.order:
             return self._samples(batch, beta is None)(beta)
 
     def sequence_sampler(self, length: int, strict: bool, stride: int) -> tuple[DeviceSampler, int]:
@@ -280,11 +286,11 @@ class TrajectoryDeviceEngine:
 
         Waits for the device for their number; while capturing it takes them for enough.
         """
-        draws = self.draws
-        with draws.order:
-            added = draws.counters[Counter.ADDED]
-            sampler = draws.restricted_to(sequence_starts(self._storage.streams, added, length, strict, stride))
-            if draws.capturing():
+        sampling = self.sampling
+        with sampling.order:
+            added = sampling.counters[Counter.ADDED]
+            sampler = sampling.restricted(sequence_starts(self._storage.streams, added, length, strict, stride))
+            if sampling.capturing():
                 return sampler, self._shape.slots
             return sampler, int((sampler.state.eligible.masses > 0).sum())
 
@@ -292,7 +298,7 @@ class TrajectoryDeviceEngine:
         self, batch: int, length: int, beta: float | None, sampler: DeviceSampler | None = None
     ) -> dict[str, Tensor]:
         """Draw `batch` starts whose `length` steps are stored, from `sampler` if given, and read those steps."""
-        with self.draws.order:
+        with self.sampling.order:
             if sampler is None:
                 return self._sequences(batch, length, beta is None)(beta)
             return self._make_sequences(batch, length, beta is None, sampler)(beta)
@@ -302,14 +308,14 @@ class TrajectoryDeviceEngine:
 
         Waits for the device.
         """
-        with self.draws.order:
+        with self.sampling.order:
             slots = keys % self._shape.slots
-            check_live(keys, *self.draws.span(), self.draws.state.eligible.masses[slots] > 0)
+            check_live(keys, *self.sampling.span(), self.sampling.state.eligible.masses[slots] > 0)
             return self._windows(keys.shape[0])(slots)
 
     def stored(self, keys: Tensor) -> dict[str, Tensor]:
         """The single steps of these live keys."""
         storage = self._storage
-        with self.draws.order:
+        with self.sampling.order:
             slots = keys % self._shape.slots
             return self._rows(keys.shape[0])(slots) | endings(storage.streams.flags.take(slots))

@@ -32,15 +32,15 @@ class HostEngine:
     The buffer has checked all arguments and holds the lock.
     """
 
-    def __init__(self, storage: Storage, draws: HostSampler) -> None:
-        self.draws = draws
-        self.count_at_least = draws.count_at_least
-        self._capacity, self._counters = storage.capacity, draws.counters
+    def __init__(self, storage: Storage, sampling: HostSampler) -> None:
+        self.sampling = sampling
+        self.count_at_least = sampling.count_at_least
+        self._capacity, self._counters = storage.capacity, sampling.counters
         rows = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}
         self._stores = [rows[name] for name in storage.fields]
         self._ahead = storage.read_ahead()
         self._memory = BatchMemory()
-        self._append, self._append_arguments = loops.append.ready(), (*draws.state.initial, *draws.arrays)
+        self._append, self._append_arguments = loops.append.ready(), (*sampling.state.initial, *sampling.arrays)
         # small fields lie in records; a field is moved as one number if a number has its size
         self._records = np.zeros(0, np.dtype([]))
         if storage.records is not None:
@@ -70,16 +70,16 @@ class HostEngine:
     def on_clear(self) -> None:
         """Reset host state after `clear`: there is none."""
 
-    def on_replay(self, rows: int) -> None:
+    def count_added(self, rows: int) -> None:
         """Count what a replayed graph added; there are none on a CPU."""
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state and draw from this seed."""
-        self.draws.reseed(seed)
+        self.sampling.reseed(seed)
 
     def append(self, values: dict[str, np.ndarray], rows: int, priorities: np.ndarray | None, ready: bool) -> Tensor:
         """Store `rows` transitions, their values in the order of the fields, and return their (rows,) keys."""
-        state, capacity, added = self.draws.state, self._capacity, self._counters.item(Counter.ADDED)
+        state, capacity, added = self.sampling.state, self._capacity, self._counters.item(Counter.ADDED)
         keys, start = torch.from_numpy(np.arange(added, added + rows)), added % capacity
         masses = _NOT_GIVEN if priorities is None or state.tree is None else state.rule.masses(priorities)
         counted = starmap(self._append, ((rows, *masses, *self._append_arguments),))
@@ -100,8 +100,8 @@ class HostEngine:
         self, batch: int, beta: float | None
     ) -> tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]]:
         """Slots and probabilities of a sample, and what counts and returns it; not called, nothing has changed."""
-        drawn = self.draws.draw(batch, beta)
-        finish = partial(self.draws.finish, self._rows_at(drawn.slots), drawn)
+        drawn = self.sampling.draw(batch, beta)
+        finish = partial(self.sampling.finish, self._rows_at(drawn.slots), drawn)
         return torch.from_numpy(drawn.slots), torch.from_numpy(drawn.probability), finish
 
     def _rows_at(self, slots: np.ndarray) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ class HostEngine:
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The stored transitions of these keys; KeyError naming the first that is not live."""
-        array, (first, added) = keys.numpy(), self.draws.span()
+        array, (first, added) = keys.numpy(), self.sampling.span()
         check_live(array, first, added)
         return self._rows_at(slots_of(array - first, first, self._capacity))
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.draw_state import DrawState
+from gpu_replay.engines.sampler_state import SamplerState
 from gpu_replay.engines.storage import Storage
 from gpu_replay.loops import ring as ring_loops
 from gpu_replay.loops import tree as tree_loops
@@ -33,7 +33,7 @@ class HostSampler:
     arrays: counters, times sampled, and the tree of masses as `loops/tree.py` takes it, or nothing.
     """
 
-    def __init__(self, state: DrawState, storage: Storage, seed: int) -> None:
+    def __init__(self, state: SamplerState, storage: Storage, seed: int) -> None:
         self.state = state
         self.counters = state.counters.numpy()
         self.times_sampled = storage.times_sampled.numpy()
@@ -82,13 +82,13 @@ class HostSampler:
         mass = self.range(self.state.eligible, skipped).mass
         return mass if self.state.eligible_tree is not None else min(mass, 1)
 
-    def restricted_to(self, allowed: Tensor) -> tuple[HostSampler, int]:
+    def restricted(self, allowed: Tensor) -> tuple[HostSampler, int]:
         """A sampler for one call over the allowed slots alone, (slots,) bool, and the number of eligible ones."""
         sampler = copy.copy(self)
-        sampler.state = self.state.narrowed(allowed)
+        sampler.state = self.state.restricted(allowed)
         sampler._tree = sampler.state.tree
         if self._ranks is not None:
-            sampler._ranks = self._ranks.restricted_to(sampler.state.masses.arrays[0][: self.capacity])
+            sampler._ranks = self._ranks.restricted(sampler.state.masses.arrays[0][: self.capacity])
         return sampler, int(np.count_nonzero(sampler.state.eligible.arrays[0]))
 
     # what samplers draw from
@@ -119,7 +119,7 @@ class HostSampler:
         """The part of a tree that can be drawn, without the newest `skipped` slots."""
         return draw_range(tree, self.counters.item(Counter.ADDED) % self.capacity, skipped, by_key=by_key)
 
-    # draws
+    # sampling
 
     def draw(self, batch: int, beta: float | None, skipped: int = 0) -> HostDraw:
         """Draw `batch` slots, none of them among the newest `skipped`, by `random` from the counter's block on."""

@@ -38,18 +38,18 @@ class TrajectoryHostEngine:
     The buffer has checked all arguments and holds the lock.
     """
 
-    def __init__(self, storage: TrajectoryStorage, draws: HostSampler) -> None:
-        self.draws = draws
+    def __init__(self, storage: TrajectoryStorage, sampling: HostSampler) -> None:
+        self.sampling = sampling
         self._relabel = storage.relabel
-        self.count_at_least = draws.count_at_least
-        state, self._streams = draws.state, storage.streams
+        self.count_at_least = sampling.count_at_least
+        state, self._streams = sampling.state, storage.streams
         self._shape = shape = storage.streams.shape
         self._capacity = storage.capacity
         self._shift = storage.random_shift
         self._storage = storage
         rows = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}
         rewards, powers = rows.pop("reward"), powers_of(storage.gamma, shape.n_step)
-        trees, ring = (state.tree, state.eligible_tree), (draws.counters, rewards, draws.times_sampled)
+        trees, ring = (state.tree, state.eligible_tree), (sampling.counters, rewards, sampling.times_sampled)
         self._steps = HostSteps(storage.streams, trees, state.initial, *ring)
         self._windows = HostWindows(storage.streams, rewards, powers, zero=storage.padding == "zero")
         self._flags, self._rewards = storage.streams.flags.numpy(), rewards
@@ -66,19 +66,20 @@ class TrajectoryHostEngine:
         self._ahead = storage.read_ahead()
         streams = storage.streams
         self._goal_arguments = [
-            each.numpy() for each in (streams.flags, streams.depth, streams.spans, streams.parted, streams.final)
+            each.numpy()
+            for each in (streams.flags, streams.depth, streams.episode_length, streams.clipped_length, streams.final)
         ]
         self._choose: Any = choose_goals.ready() if shape.hindsight else None
 
     def on_clear(self) -> None:
         """Reset host state after `clear`: there is none."""
 
-    def on_replay(self, rows: int) -> None:
+    def count_added(self, rows: int) -> None:
         """Count what a replayed graph added; there are none on a CPU."""
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state and draw from this seed."""
-        self.draws.reseed(seed)
+        self.sampling.reseed(seed)
 
     # add
 
@@ -92,7 +93,7 @@ class TrajectoryHostEngine:
         ready: bool,
     ) -> Tensor:
         """Store one step of all environments and return its (num_envs,) keys."""
-        added, envs = self.draws.counters.item(Counter.ADDED), self._shape.num_envs
+        added, envs = self.sampling.counters.item(Counter.ADDED), self._shape.num_envs
         row, keys = added // envs % self._shape.steps, torch.from_numpy(np.arange(added, added + envs))
         given_finals = None if finals is None else GivenFinals(finals, _FIRST)
         writes = map(put, self._rings, repeat(row), values.values())
@@ -128,7 +129,7 @@ class TrajectoryHostEngine:
         keys: Tensor,
     ) -> Tensor:
         """Make the writes of fields and all else that these steps change, together or not at all; returns `keys`."""
-        masses, saturated, state = None, 0, self.draws.state
+        masses, saturated, state = None, 0, self.sampling.state
         if priorities is not None and state.tree is not None:
             masses, _, saturated = state.rule.masses(priorities.reshape(-1))
         steps, kept = (terminated, truncated, rewards), NONE_KEPT
@@ -140,7 +141,7 @@ class TrajectoryHostEngine:
 
     def break_streams(self, envs: Tensor | np.ndarray) -> None:
         """The next step of these environments, a bool (num_envs,), is the first of an episode."""
-        added = self.draws.counters.item(Counter.ADDED)
+        added = self.sampling.counters.item(Counter.ADDED)
         if added:
             row = (added // self._shape.num_envs - 1) % self._shape.steps
             flags = self._flags.reshape(self._shape.steps, self._shape.num_envs)
@@ -148,7 +149,7 @@ class TrajectoryHostEngine:
 
     def span_of_steps(self) -> tuple[int, int]:
         """The oldest stored step and the next one."""
-        first, added = self.draws.span()
+        first, added = self.sampling.span()
         return first // self._shape.num_envs, added // self._shape.num_envs
 
     # sample
@@ -159,11 +160,11 @@ class TrajectoryHostEngine:
         With `relabel` the user's functions run before the sample is counted, so that one that raises leaves all as it
         was.
         """
-        drawn = self.draws.draw(batch, beta)
+        drawn = self.sampling.draw(batch, beta)
         tensors = self._transitions(drawn.slots, self._shifts(batch))
         if self._relabel is not None and (count := self._relabel.count(batch)):
             self._rewrite(tensors, drawn.slots, count, self._relabel)
-        return self.draws.finish(tensors, drawn)
+        return self.sampling.finish(tensors, drawn)
 
     def _rewrite(self, tensors: dict[str, Tensor], slots: np.ndarray, count: int, relabel: Hindsight) -> None:
         """Give `count` rows of a batch in (B,) slots other goals."""
@@ -175,20 +176,20 @@ class TrajectoryHostEngine:
 
     def sequence_sampler(self, length: int, strict: bool, stride: int) -> tuple[HostSampler, int]:
         """A sampler of only the starts that `sequence_starts` names, and their number."""
-        added = self.draws.counters.item(Counter.ADDED)
-        return self.draws.restricted_to(sequence_starts(self._streams, added, length, strict, stride))
+        added = self.sampling.counters.item(Counter.ADDED)
+        return self.sampling.restricted(sequence_starts(self._streams, added, length, strict, stride))
 
     def sample_sequences(
         self, batch: int, length: int, beta: float | None, sampler: HostSampler | None = None
     ) -> dict[str, Tensor]:
         """Draw `batch` starts whose `length` steps are stored, from `sampler` if given, and read those steps."""
-        draws, skipped = sampler or self.draws, 0 if sampler else (length - 1) * self._shape.num_envs
-        drawn = draws.draw(batch, beta, skipped)
-        return self.draws.finish(self._sequences(drawn.slots, length, self._shifts(batch)), drawn)
+        sampling, skipped = sampler or self.sampling, 0 if sampler else (length - 1) * self._shape.num_envs
+        drawn = sampling.draw(batch, beta, skipped)
+        return self.sampling.finish(self._sequences(drawn.slots, length, self._shifts(batch)), drawn)
 
     def _shifts(self, batch: int) -> np.ndarray | None:
         """(batch, 4) random shifts of images, or None without augmentation."""
-        return shifts_from(self.draws.random.words(batch), self._shift) if self._shift else None
+        return shifts_from(self.sampling.random.words(batch), self._shift) if self._shift else None
 
     # contents of a batch
 
@@ -220,7 +221,7 @@ class TrajectoryHostEngine:
         envs, steps, batch = self._shape.num_envs, self._shape.steps, starts.size
         ahead = np.arange(length, dtype=np.int64)
         slots = (starts[:, None] + ahead * envs) % self._capacity
-        newest = self.draws.counters.item(Counter.ADDED) // envs - 1
+        newest = self.sampling.counters.item(Counter.ADDED) // envs - 1
         left = (newest - starts // envs) % steps + 1
         flat, left = slots.reshape(-1), (left[:, None] - ahead).reshape(-1)
         moved = None if shifts is None else shifts.repeat(length, axis=0)
@@ -234,7 +235,7 @@ class TrajectoryHostEngine:
 
     def _goals_of(self, slots: np.ndarray, count: int, strategy: Strategy) -> HostGoals:
         """Choose `count` rows of the batch in (B,) slots, and their goals."""
-        shape, random, drawn = self._shape, self.draws.random, goal_words(count, strategy)
+        shape, random, drawn = self._shape, self.sampling.random, goal_words(count, strategy)
         rows = permuted_ranks(slots.size, count, random.words(PERMUTATION_WORDS))
         doubles = random.doubles(drawn) if drawn else np.zeros(count)
         outputs = np.empty(count, np.bool_), np.empty(count, np.int64), np.empty(count if shape.finals else 0, np.int64)
@@ -247,7 +248,7 @@ class TrajectoryHostEngine:
         """The transitions from these keys; KeyError naming the first that is not live or not eligible."""
         array = keys.numpy()
         slots = array % self._capacity
-        check_live(array, *self.draws.span(), self.draws.state.eligible.host.flat.take(slots) > 0)
+        check_live(array, *self.sampling.span(), self.sampling.state.eligible.host.flat.take(slots) > 0)
         return self._transitions(slots, None)
 
     def stored(self, keys: Tensor) -> dict[str, Tensor]:

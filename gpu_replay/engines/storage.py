@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.draw_state import priority_bytes
 from gpu_replay.engines.mapped_file import free_on_disk
 from gpu_replay.engines.placement import MakeMemory, Placement
 from gpu_replay.engines.read_ahead import ReadAhead
+from gpu_replay.engines.sampler_state import priority_bytes
 from gpu_replay.fields import Field
 from gpu_replay.graphs.custom_ops import BatchKind, batch_kind
 from gpu_replay.ops._backend import Backend, choose

@@ -199,9 +199,9 @@ class TrajectoryStorage(Storage):
         super().reset_from(written)
         self.streams.flags[written:].zero_()
         self.streams.depth[written:].zero_()
-        self.streams.spans[written:].fill_(-1)
+        self.streams.episode_length[written:].fill_(-1)
         if not written:
-            self.streams.parted.fill_(-1)
+            self.streams.clipped_length.fill_(-1)
             self.streams.owner.fill_(-1)
 
     @property

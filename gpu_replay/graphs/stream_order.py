@@ -78,7 +78,7 @@ class StreamOrder(AbstractContextManager[None]):
         # torch takes half the time for a number
         self._index = device.index
         self._streams = device.type == "cuda"
-        self.interrupted = self._mending = self.captures = False
+        self.interrupted = self._repairing = self.captures = False
         # counts the rows that captured calls add, where the buffer is notified of replays
         self.recorded: Recorded | None = None
         # nested blocks, and what makes the device current within the outermost one; a single device always is
@@ -94,7 +94,7 @@ class StreamOrder(AbstractContextManager[None]):
         self._copying: torch.cuda.Stream | None = None
 
     def __enter__(self) -> None:
-        if self.interrupted and not self._mending:
+        if self.interrupted and not self._repairing:
             raise RuntimeError(_INTERRUPTED)
         if not self._streams:
             return
@@ -143,13 +143,13 @@ class StreamOrder(AbstractContextManager[None]):
             self._current.__exit__(None, None, None)
 
     @contextmanager
-    def mending(self) -> Iterator[None]:
+    def repairing(self) -> Iterator[None]:
         """Within it calls are made of an interrupted buffer too. The caller holds the buffer's lock."""
-        self._mending = True
+        self._repairing = True
         try:
             yield
         finally:
-            self._mending = False
+            self._repairing = False
 
     def reads(self, tensors: Iterable[Tensor]) -> None:
         """Within it: keep memory that may belong to other streams until this call has read it."""
@@ -180,7 +180,7 @@ class StreamOrder(AbstractContextManager[None]):
         with torch.cuda.device(self._device):
             return torch.cuda.is_current_stream_capturing()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait, within it, for the device to do all earlier calls: the host can then touch their memory."""
         if self._streams:
             torch.cuda.current_stream(self._device).synchronize()

@@ -30,7 +30,7 @@ from gpu_replay.loops import random as random_loops
 from gpu_replay.loops import tree as tree_loops
 from gpu_replay.ops.counters import NO_MASS, blocks_for
 from gpu_replay.ops.launch import Launch, per_program, reciprocal
-from gpu_replay.ops.mass_tree import MassTree, plan_extreme
+from gpu_replay.ops.mass_tree import MassTree, make_extreme
 
 
 class DrawRange(NamedTuple):
@@ -196,7 +196,7 @@ def digits_for(slots: int) -> int:
     return digits
 
 
-def plan_draw(
+def make_draw(
     by: Literal["mass", "uniform", "rank"],
     counters: Tensor,
     drawn: int,
@@ -270,7 +270,7 @@ def plan_draw(
     blocks, minima = own + blocks_for(batch if shifted else 0), programs if by_priority else 0
     if by != "mass" or not lowest_of_all or tree is None:
         return launch, blocks, minima
-    find_lowest = plan_extreme(tree, counters, low=True)
+    find_lowest = make_extreme(tree, counters, low=True)
 
     def draw(*arguments: tuple[Tensor, ...]) -> None:
         find_lowest()

@@ -19,7 +19,7 @@ from gpu_replay.fields import Field
 from gpu_replay.loops.constants import Flag as Flag
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import Launch, aligned, reciprocal
-from gpu_replay.ops.mass_tree import MassTree, plan_extreme
+from gpu_replay.ops.mass_tree import MassTree, make_extreme
 from gpu_replay.ops.priorities import DeviceMasses
 from gpu_replay.ops.ring import moved_rows
 
@@ -62,10 +62,10 @@ class Streams:
              `t % (n_step + 1)`.
     final:   (slots,) int32 rows of final observations, meaningful where `Flag.FINAL` is set; empty with `next_step`.
     owner:   (finals,) int64 keys of the steps whose final observations are kept, -1 before any.
-    spans:   (slots,) int32, only for hindsight: at the first step of an episode that another one follows, how many of
-             its steps, from the first on, have the observation after them; -1 while it is the newest. Nothing
+    episode_length: (slots,) int32, with hindsight: at the first step of an episode that another one follows, how many
+             of its steps, from the first on, have the observation after them; -1 while it is the newest. Nothing
              elsewhere.
-    parted:  (num_envs,) int32, the same of the episode whose first step was overwritten last.
+    clipped_length: (num_envs,) int32, the same of the episode whose first step was overwritten last.
     """
 
     def __init__(self, shape: StreamShape, device: torch.device) -> None:
@@ -76,13 +76,14 @@ class Streams:
         self.pending = torch.zeros((shape.n_step + 1, shape.num_envs), dtype=torch.int64, device=device)
         self.final = torch.zeros(slots if shape.finals else 0, dtype=torch.int32, device=device)
         self.owner = torch.full((shape.finals,), -1, dtype=torch.int64, device=device)
-        self.spans = torch.full((slots if shape.hindsight else 0,), -1, dtype=torch.int32, device=device)
-        self.parted = torch.full((shape.num_envs if shape.hindsight else 0,), -1, dtype=torch.int32, device=device)
+        episodes, clipped = (slots, shape.num_envs) if shape.hindsight else (0, 0)
+        self.episode_length = torch.full((episodes,), -1, dtype=torch.int32, device=device)
+        self.clipped_length = torch.full((clipped,), -1, dtype=torch.int32, device=device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All of it, in the order in which `add_step_kernel` takes it."""
-        return (self.flags, self.depth, self.pending, self.final, self.owner, self.spans, self.parted)
+        return (self.flags, self.depth, self.pending, self.final, self.owner, self.episode_length, self.clipped_length)
 
     def views(self, written: int) -> dict[str, Tensor]:
         """The parts in use while the first `written` slots are written, by name in a saved state."""
@@ -92,7 +93,7 @@ class Streams:
             "streams.pending": self.pending,
         }
         if self.shape.hindsight:
-            views |= {"streams.spans": self.spans[:written], "streams.parted": self.parted}
+            views |= {"streams.spans": self.episode_length[:written], "streams.parted": self.clipped_length}
         if self.shape.finals:
             views |= {"streams.final": self.final[:written], "streams.owner": self.owner}
         return views
@@ -166,7 +167,7 @@ def envs_per_program(num_envs: int, ages: int, interpreted: bool) -> int:
     return min(1024, 1 << (num_envs - 1).bit_length()) if interpreted else max(1, _TILE // ages)
 
 
-def plan_add_step(
+def make_add_step(
     stores: Mapping[str, Tensor],
     fields: Mapping[str, Field],
     streams: Streams,
@@ -175,14 +176,14 @@ def plan_add_step(
     counters: Tensor,
     times_sampled: Tensor,
     pools: Mapping[str, Tensor],
-    source: int | None,
+    initial_counter: int | None,
 ) -> Callable[..., None]:
     """Device: store a step; one launch a call. It takes the values, final observations or None, the flags `terminated`
     and `truncated`, (num_envs,) bool, priorities or None, the keys to be filled, (num_envs,) int64, and whether all
     values are aligned.
 
     masses, eligible_tree: the trees that this buffer keeps over the starts of windows, one or both.
-    source:        where the initial mass is found if it is there; else it is the one given to `masses`.
+    initial_counter: where the initial mass is found if it is there; else it is the one given to `masses`.
     pools:         (finals, *shape) of each observation field, where final observations come with the steps; else none.
 
     Priorities are of one dtype, or missing, in all calls.
@@ -201,7 +202,9 @@ def plan_add_step(
     final_names = tuple(pools)
     final_layout, keeping = moved_rows(tuple(fields[name] for name in final_names), shape.num_envs, interpreted)
     stepping = -(-shape.num_envs // envs)
-    find_highest = plan_extreme(masses.tree, counters, low=False) if masses and source == Counter.HIGHEST else None
+    find_highest = (
+        make_extreme(masses.tree, counters, low=False) if masses and initial_counter == Counter.HIGHEST else None
+    )
     launch = Launch(
         add_step_kernel,
         stepping + moving + keeping,
@@ -225,7 +228,7 @@ def plan_add_step(
         ENVS=envs,
         AGES=ages,
         FRAMES=frames,
-        SOURCE=-1 if source is None else source,
+        SOURCE=-1 if initial_counter is None else initial_counter,
         NEXT_STEP=shape.next_step,
         FINAL_LAYOUT=final_layout,
         HINDSIGHT=shape.hindsight,

@@ -152,7 +152,7 @@ class StepStore(Protocol):
     random_shift: int
 
 
-def plan_gather_windows(
+def make_gather_windows(
     storage: StepStore, batch: int, powers: Tensor, counters: Tensor, finish: Finish = READ, *, shifted: bool
 ) -> Gather:
     """Device: all that a batch holds of the eligible starts in (B,) slots; one launch a call. With `finish` it also
@@ -161,8 +161,8 @@ def plan_gather_windows(
     powers:  (n_step + 1,) float64 of gamma, as `powers_of` gives them.
     shifted: whether pictures are moved, by B words of the random stream.
     """
-    new = _allocators(_forms(storage, batch), counters.device)
-    launch = _plan_launch(storage, batch, powers, counters, 1, finish, shifted=shifted)
+    new = _allocators(_output_specs(storage, batch), counters.device)
+    launch = _make_launch(storage, batch, powers, counters, 1, finish, shifted=shifted)
 
     def gather(
         slots: Tensor, words: tuple[Tensor, ...] = (), sample: tuple[Tensor, ...] = (), beta: float = 0.0
@@ -174,7 +174,7 @@ def plan_gather_windows(
     return gather
 
 
-def plan_gather_sequences(
+def make_gather_sequences(
     storage: StepStore,
     batch: int,
     length: int,
@@ -187,15 +187,15 @@ def plan_gather_sequences(
     """Device: `length` steps from each of (B,) slots on, [B, length, ...], with the windows of each, and the mask of
     those of its episode.
 
-    powers, finish, shifted: as in `plan_gather_windows`. Besides one launch for the values a few small ones of torch
+    powers, finish, shifted: as in `make_gather_windows`. Besides one launch for the values a few small ones of torch
     find slots and mask.
     """
     shape, device, all_flags = storage.streams.shape, counters.device, storage.streams.flags
     envs, rows = shape.num_envs, (batch, length)
     # how single steps ended, their flags say
-    forms = [form for form in _forms(storage, *rows) if form[0] not in ("terminated", "truncated")]
-    new = _allocators(forms, device)
-    launch = _plan_launch(storage, batch * length, powers, counters, length, finish, shifted=shifted)
+    specs = [spec for spec in _output_specs(storage, *rows) if spec[0] not in ("terminated", "truncated")]
+    new = _allocators(specs, device)
+    launch = _make_launch(storage, batch * length, powers, counters, length, finish, shifted=shifted)
 
     def gather(
         starts: Tensor, words: tuple[Tensor, ...] = (), sample: tuple[Tensor, ...] = (), beta: float = 0.0
@@ -229,21 +229,21 @@ def window_outputs(
 
 
 # a tensor that is made for each batch: its name, shape and dtype
-Form = tuple[str, tuple[int, ...], torch.dtype]
+OutputSpec = tuple[str, tuple[int, ...], torch.dtype]
 
 
-def _forms(storage: StepStore, *batch: int) -> list[Form]:
-    """The forms of all that a batch of windows holds."""
+def _output_specs(storage: StepStore, *batch: int) -> list[OutputSpec]:
+    """The specs of all that a batch of windows holds."""
     outputs = window_outputs(storage.fields, storage.observations, storage.streams.shape.stack)
     return [(name, (*batch, *sides), dtype) for name, (dtype, sides) in outputs.items()]
 
 
-def _allocators(forms: Iterable[Form], device: torch.device) -> list[tuple[str, Callable[[], Tensor]]]:
-    """What makes tensors of these forms, by name."""
-    return [(name, allocator(shape, dtype, device)) for name, shape, dtype in forms]
+def _allocators(specs: Iterable[OutputSpec], device: torch.device) -> list[tuple[str, Callable[[], Tensor]]]:
+    """What makes tensors of these specs, by name."""
+    return [(name, allocator(shape, dtype, device)) for name, shape, dtype in specs]
 
 
-def _plan_launch(
+def _make_launch(
     storage: StepStore,
     batch: int,
     powers: Tensor,

@@ -2,8 +2,8 @@
 
 The goal that a step achieved is seen in the observation after it, which lies one step later in the ring, or among the
 final observations that are kept beside it. An episode's first step, or its environment once that step is overwritten,
-says how many of its steps have such an observation (`Streams.spans`, `Streams.parted`); of the newest episode all have
-but the newest step. So the steps to choose from are an interval that is known at once.
+says how many of its steps have such an observation (`Streams.episode_length`, `Streams.clipped_length`); of the newest
+episode all have but the newest step. So the steps to choose from are an interval that is known at once.
 
 Andrychowicz et al. 2017, "Hindsight Experience Replay".
 """
@@ -155,7 +155,7 @@ def masked_put(target: Tensor, rows: Tensor, known: Tensor | None, values: Tenso
     target.index_copy_(0, rows, values)
 
 
-def plan_choose_goals(
+def make_choose_goals(
     streams: Streams, batch: int, counters: Tensor, count: int, strategy: Strategy, after: int
 ) -> Callable[[Tensor], GoalRows]:
     """Device: choose `count` rows of a batch in (B,) slots, and their goals; one launch a call.
@@ -169,7 +169,7 @@ def plan_choose_goals(
     launch = Launch(
         choose_goals_kernel,
         -(-count // draws),
-        streams=(streams.flags, streams.depth, streams.spans, streams.parted, streams.final),
+        streams=(streams.flags, streams.depth, streams.episode_length, streams.clipped_length, streams.final),
         counters_ptr=counters,
         count=count,
         batch=batch,

@@ -18,7 +18,7 @@ from torch import Tensor
 from gpu_replay.fields import ALIGNMENT
 
 # keeps the launches that a function plans, by its arguments: those of the sizes that were asked for last
-plans = lru_cache(maxsize=64)
+per_arguments = lru_cache(maxsize=64)
 # whether launches go past Triton's own way at all; a variable for a Triton in which that does not work
 VARIABLE = "GPU_REPLAY_PLAIN_LAUNCH"
 DIRECT = os.environ.get(VARIABLE) in (None, "", "0")

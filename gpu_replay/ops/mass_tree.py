@@ -161,7 +161,7 @@ class MassTree:
         return int(loops.lowest.ready()(self.host.flat, self.host.low))
 
 
-def plan_extreme(tree: MassTree, counters: Tensor, *, low: bool) -> Callable[[], None]:
+def make_extreme(tree: MassTree, counters: Tensor, *, low: bool) -> Callable[[], None]:
     """Device: bring the largest mass of a tree into counters[HIGHEST], or the smallest that is not 0 into
     counters[LOWEST]; one launch a call, which changes nothing else that lasts.
     """

@@ -12,7 +12,7 @@ from gpu_replay.fields import Field
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import Launch, aligned, per_program, reciprocal
 from gpu_replay.ops.mass import Rule
-from gpu_replay.ops.mass_tree import MassTree, fanout_for, plan_extreme
+from gpu_replay.ops.mass_tree import MassTree, fanout_for, make_extreme
 from gpu_replay.ops.ring import moved_rows
 
 TreeArguments = tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -69,21 +69,21 @@ def update_warps(together: int) -> int:
     return min(16, max(4, together // 32))
 
 
-def plan_add(
+def make_add(
     stores: Mapping[str, Tensor],
     fields: Mapping[str, Field],
     masses: DeviceMasses | None,
     counters: Tensor,
     times_sampled: Tensor,
     rows: int,
-    source: int | None,
+    initial_counter: int | None,
     *,
     given: bool,
 ) -> Add:
     """Device: store `rows` transitions with their masses, and put their keys into a (rows,) int64. One launch changes
     all that changes, so that nothing comes between.
 
-    source: where the initial mass is found if it is there; else it is the one given to `masses`.
+    initial_counter: where the initial mass is found if it is there; else it is the one given to `masses`.
     given:  whether they come with priorities, all of one dtype.
     """
     from gpu_replay.kernels.priorities import add_kernel
@@ -109,9 +109,11 @@ def plan_add(
         LAYOUT=layout,
         BLOCKS=blocks,
         GIVEN=given,
-        SOURCE=-1 if source is None else source,
+        SOURCE=-1 if initial_counter is None else initial_counter,
     )
-    find_highest = plan_extreme(masses.tree, counters, low=False) if masses and source == Counter.HIGHEST else None
+    find_highest = (
+        make_extreme(masses.tree, counters, low=False) if masses and initial_counter == Counter.HIGHEST else None
+    )
 
     def add(values: Mapping[str, Tensor], priorities: Tensor | None, keys: Tensor, ready: bool) -> None:
         if find_highest is not None:
@@ -122,7 +124,7 @@ def plan_add(
     return add
 
 
-def plan_update(
+def make_update(
     masses: DeviceMasses | None, counters: Tensor, capacity: int, batch: int, *, tracks_eligibility: bool
 ) -> Callable[[Tensor, Tensor, bool], None]:
     """Device: new masses for live keys, the last of a repeated key; one launch a call, two for more keys than a program
@@ -130,7 +132,7 @@ def plan_update(
 
     tracks_eligibility: whether stored slots without mass exist, which no update may give any.
     """
-    from gpu_replay.kernels.priorities import settle_kernel, update_kernel
+    from gpu_replay.kernels.priorities import last_wins_kernel, update_kernel
 
     interpreted = counters.device.type == "cpu"
     together = keys_together(batch, interpreted) if masses is not None else 0
@@ -138,15 +140,15 @@ def plan_update(
     programs, stamps = -(-batch // draws), counters if masses is None else masses.stamps
     shared: dict[str, Any] = {"counters_ptr": counters, "stamp_ptr": stamps, "batch": batch, "capacity": capacity}
     shared |= {"per_capacity": reciprocal(capacity), "DRAWS": draws}
-    settles = masses is not None and not together
-    stamp = Launch(settle_kernel, programs, **shared) if settles else None
+    finds_apart = masses is not None and not together
+    stamp = Launch(last_wins_kernel, programs, **shared) if finds_apart else None
     change = Launch(
         update_kernel,
         programs,
         **shared,
         tree=NO_TREE if masses is None else masses.arguments,
         TRACKS_ELIGIBILITY=tracks_eligibility,
-        SETTLES=together > 0,
+        FINDS_WINNERS=together > 0,
         num_warps=update_warps(together),
     )
 

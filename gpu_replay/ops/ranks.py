@@ -112,7 +112,7 @@ class HostRanks:
         """Bytes of table, order and notes."""
         return host_ranks_bytes(self._leaves.size)
 
-    def restricted_to(self, leaves: np.ndarray) -> HostRanks:
+    def restricted(self, leaves: np.ndarray) -> HostRanks:
         """The same for draws from those slots alone that have a code among these; it is the same code."""
         restricted = copy.copy(self)
         restricted._allowed = leaves

@@ -185,7 +185,7 @@ def layout_of(fields: Sequence[Field], tiles: Sequence[Tile], *, converted: bool
     return layout._replace(scales=tuple(field.scale for field in fields), wide=wide)
 
 
-def plan_gather(
+def make_gather(
     stores: Mapping[str, Tensor],
     fields: Mapping[str, Field],
     batch: int,

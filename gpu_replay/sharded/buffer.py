@@ -22,9 +22,9 @@ from gpu_replay.fields import Field, check_fields
 from gpu_replay.ops.counters import Counter
 from gpu_replay.samplers import Sampler, check_sampler
 from gpu_replay.sharded import saving
-from gpu_replay.sharded.global_draw import deal, exchanged
-from gpu_replay.sharded.group import MAKING, Agreed, Group, Message, Offer
-from gpu_replay.sharded.local_draw import levels_of, weighed
+from gpu_replay.sharded.global_draw import assign_rows, exchange_rows
+from gpu_replay.sharded.group import MAKING, CollectiveError, Contribution, Group, Message
+from gpu_replay.sharded.local_draw import log_scales_of, weighed
 from gpu_replay.sharded.shard import Column, Shard, ShardDraw
 from gpu_replay.sharded.statistics import combined, numbers_of
 from gpu_replay.stats import Stats
@@ -89,7 +89,7 @@ class ShardedReplayBuffer:
         self._least_size = 0
         ranks, slots = self._group.size, 0
 
-        def checked() -> Offer:
+        def checked() -> Contribution:
             nonlocal slots
             slots = check_capacity(capacity)
             if slots < ranks:
@@ -102,7 +102,7 @@ class ShardedReplayBuffer:
             settings = self._config(slots // ranks * ranks)
             return {"asked": slots, **settings, "seed": self._seed, "device": self._group.device.type}, None
 
-        def made() -> Offer:
+        def made() -> Contribution:
             self._shard = Shard(
                 slots // ranks,
                 self._fields,
@@ -117,7 +117,7 @@ class ShardedReplayBuffer:
 
         with self._group.call(MAKING):
             self._group.agree(MAKING, checked)
-            self._group.own()
+            self._group.adopt_group()
             self._group.agree(MAKING, made)
 
     def _config(self, capacity: int) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class ShardedReplayBuffer:
 
         Raises as `ReplayBuffer.add`; nothing is stored by a call that raises.
         """
-        self._settle()
+        self._apply_max_priority()
         return self._global_keys(self._shard.add(priority=priority, **fields))
 
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
@@ -223,18 +223,18 @@ class ShardedReplayBuffer:
         """
         sample = self._sample_local if self._mode == "local" else self._sample_global
         with self._group.call("sample"), self._shard._alone():
-            self._settle()
+            self._apply_max_priority()
             return Batch(sample(batch_size, beta))
 
     def _sample_local(self, batch_size: int, beta: float | None) -> dict[str, Tensor]:
         shard = self._shard
         drawn: ShardDraw
 
-        def draw() -> Offer:
+        def draw() -> Contribution:
             nonlocal drawn
             batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
             drawn = shard.draw(batch, exponent)
-            return {"batch size": batch, "beta": exponent}, shard.row(drawn.level)
+            return {"batch size": batch, "beta": exponent}, shard.row(drawn.log_scale)
 
         # on a GPU the host does not wait where every rank is known to have enough
         late = shard.device.type == "cuda"
@@ -243,17 +243,17 @@ class ShardedReplayBuffer:
         if not unread:
             self._least_size = int(table[:, Column.SIZE].min())
         shard.raise_largest(table[:, Column.LARGEST].max())
-        tensors = weighed(drawn, levels_of(table))
+        tensors = weighed(drawn, log_scales_of(table))
         return tensors | {"key": self._global_keys(tensors["key"])}
 
     def _sample_global(self, batch_size: int, beta: float | None) -> dict[str, Tensor]:
         shard, batch = self._shard, 0
 
-        def checked() -> Offer:
+        def checked() -> Contribution:
             nonlocal batch
             batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
-            level = torch.zeros((), dtype=torch.float64, device=shard.device)
-            return {"batch size": batch, "beta": exponent}, shard.row(level)
+            log_scale = torch.zeros((), dtype=torch.float64, device=shard.device)
+            return {"batch size": batch, "beta": exponent}, shard.row(log_scale)
 
         gathered = self._group.agree("sample", checked)
         table, rows = gathered.cpu().numpy(), batch * self.ranks
@@ -261,12 +261,12 @@ class ShardedReplayBuffer:
             stored = int(table[:, Column.SIZE].sum())
             shard._check_enough(rows, available=stored, call=f"sample({batch}) on {self.ranks} ranks")
         except (RuntimeError, ValueError) as error:
-            raise Agreed(error) from None
+            raise CollectiveError(error) from None
         shard.raise_largest(gathered[:, Column.LARGEST].max())
         if beta is None:
             beta = self._sampler.base.beta_at(int(table[:, Column.STEP].max()))
-        dealt = deal(self._sampler, table, rows, self._seed)
-        return exchanged(shard, dealt, table, self.rank, beta, self._group.all_to_all)
+        assigned = assign_rows(self._sampler, table, rows, self._seed)
+        return exchange_rows(shard, assigned, table, self.rank, beta, self._group.all_to_all)
 
     def update_priorities(self, keys: Any, priorities: Any) -> None:
         """Give the transitions with these keys new priorities, wherever they are stored; collective.
@@ -281,7 +281,7 @@ class ShardedReplayBuffer:
         group, shard, name = self._group, self._shard, "update_priorities"
         rows = torch.zeros((0, 2), dtype=torch.int64)
 
-        def addressed() -> Offer:
+        def addressed() -> Contribution:
             nonlocal rows
             checked, numbers, _ = validation.as_update(keys, priorities, shard.device, as_array=False)
             checked, numbers = checked.to(shard.device), numbers.to(shard.device, torch.float64)
@@ -290,7 +290,7 @@ class ShardedReplayBuffer:
             return {}, torch.bincount(owner, minlength=group.size)
 
         with group.call(name):
-            self._settle()
+            self._apply_max_priority()
             counts = group.agree(name, addressed)[:, : group.size].tolist()
             mine = group.all_to_all(rows, counts[group.rank], [row[group.rank] for row in counts])
             local = torch.div(mine[:, 0], group.size, rounding_mode="floor")
@@ -299,7 +299,7 @@ class ShardedReplayBuffer:
                 largest = shard._counters[Counter.MAX_MASS].clone()
                 self._largest = group.all_reduce(largest, largest=True)
 
-    def _settle(self) -> None:
+    def _apply_max_priority(self) -> None:
         """Wait for the largest mass that the last update gave on any rank, and store it as the initial mass here."""
         if self._largest is not None:
             with self._group.lock:
@@ -313,7 +313,7 @@ class ShardedReplayBuffer:
     def clear(self) -> None:
         """Remove all transitions of all ranks; keys continue to count up. Collective."""
         with self._group.call("clear"):
-            self._settle()
+            self._apply_max_priority()
             self._group.agree("clear", lambda: ({}, None))
             self._least_size = 0
             self._shard.clear()
@@ -325,12 +325,12 @@ class ShardedReplayBuffer:
         that the weights correct for, in which a transition has its share of all masses.
         """
 
-        def numbers() -> Offer:
+        def numbers() -> Contribution:
             with self._shard._alone():
                 return {}, numbers_of(self._shard.stats(), int(self._shard.total())).to(self.device)
 
         with self._group.call("stats"):
-            self._settle()
+            self._apply_max_priority()
             return combined(self._group.agree("stats", numbers))
 
     # state
@@ -345,7 +345,7 @@ class ShardedReplayBuffer:
         Raises as `ReplayBuffer.save`, on all ranks if one fails.
         """
         with self._group.call("save"):
-            self._settle()
+            self._apply_max_priority()
             with self._shard._alone():
                 saving.save(self._group, self._shard, path, self._config(self.capacity), self._seed)
 
@@ -378,7 +378,7 @@ class ShardedReplayBuffer:
         arguments: dict[str, Any] = {"storage_device": storage_device, "storage_path": storage_path}
         saved: BufferCheckpoint
 
-        def opened() -> Offer:
+        def opened() -> Contribution:
             nonlocal saved
             saved = BufferCheckpoint(path)
             arguments.update({"mode": "local", **saved.arguments(), "capacity": saved.capacity, "seed": saved.seed})
@@ -397,7 +397,7 @@ class ShardedReplayBuffer:
         """Release the process group; afterwards only calls on the rank's own shard work. Collective."""
         try:
             if self._group.works:
-                self._settle()
+                self._apply_max_priority()
         finally:
             self._group.close()
 

@@ -26,7 +26,7 @@ HEADER, TAIL = 8, 16
 Exchange = Callable[[Tensor, list[int], list[int]], Tensor]
 
 
-class Deal(NamedTuple):
+class Assignment(NamedTuple):
     """The rows of one sample of all ranks.
 
     owner:  (rows,) the rank that stores each row.
@@ -43,7 +43,7 @@ class Deal(NamedTuple):
     random: int
 
 
-def deal(sampler: Sampler, table: np.ndarray, rows: int, seed: int) -> Deal:
+def assign_rows(sampler: Sampler, table: np.ndarray, rows: int, seed: int) -> Assignment:
     """Choose `rows` rows of all shards, which store enough; table: (R, 7 or more) int64, `Shard.row` of each rank."""
     newest = sampler.newest_of(rows)
     chance, block = rows - newest, int(table[:, Column.RANDOM].max())
@@ -56,7 +56,7 @@ def deal(sampler: Sampler, table: np.ndarray, rows: int, seed: int) -> Deal:
         keys = newest_keys(table, newest)
         owner = np.concatenate((owner, keys % len(table)))
         numbers = np.concatenate((numbers, keys // len(table)))
-    return Deal(owner, numbers, chance, total, random.block)
+    return Assignment(owner, numbers, chance, total, random.block)
 
 
 def newest_keys(table: np.ndarray, count: int) -> np.ndarray:
@@ -69,22 +69,22 @@ def newest_keys(table: np.ndarray, count: int) -> np.ndarray:
     return np.sort(np.concatenate(by_rank))[-count:]
 
 
-def exchanged(
-    shard: Shard, dealt: Deal, table: np.ndarray, rank: int, beta: float, exchange: Exchange
+def exchange_rows(
+    shard: Shard, assigned: Assignment, table: np.ndarray, rank: int, beta: float, exchange: Exchange
 ) -> dict[str, Tensor]:
     """Send every rank its rows, in one exchange of bytes, and return those of this rank as fields of a batch.
 
     exchange: `Group.all_to_all`: takes the data, and the number of bytes to and from each rank.
     """
-    ranks, batch = len(table), dealt.owner.size // len(table)
+    ranks, batch = len(table), assigned.owner.size // len(table)
     added, size = int(table[rank, Column.ADDED]), int(table[rank, Column.SIZE])
-    mine = np.flatnonzero(dealt.owner == rank)
-    by_chance = int(np.searchsorted(mine, dealt.chance))
-    numbers = torch.from_numpy(dealt.number[mine[by_chance:]]).to(shard.device)
-    slots = torch.cat([shard.find(dealt.number[mine[:by_chance]], added, size), numbers % shard.capacity])
+    mine = np.flatnonzero(assigned.owner == rank)
+    by_chance = int(np.searchsorted(mine, assigned.chance))
+    numbers = torch.from_numpy(assigned.number[mine[by_chance:]]).to(shard.device)
+    slots = torch.cat([shard.find(assigned.number[mine[:by_chance]], added, size), numbers % shard.capacity])
     masses = shard.masses_at(slots)
     step = int(table[:, Column.STEP].max())
-    shard.count_draw(slots, dealt.random, step + 1)
+    shard.count_draw(slots, assigned.random, step + 1)
 
     # the rows sent to each rank: rows ascend, so those of one rank lie together
     tail = torch.stack([shard.keys_at(slots, added) * ranks + rank, masses], dim=1)
@@ -97,22 +97,22 @@ def exchanged(
     counts = np.bincount(mine // batch, minlength=ranks).tolist()
     parts = [part for rows in packed.split(counts) for part in (header, rows.reshape(-1))]
     width = packed.shape[1]
-    from_each = np.bincount(dealt.owner[rank * batch : (rank + 1) * batch], minlength=ranks)
+    from_each = np.bincount(assigned.owner[rank * batch : (rank + 1) * batch], minlength=ranks)
     sent = [HEADER + count * width for count in counts]
     received_bytes = [HEADER + count * width for count in from_each.tolist()]
     received = exchange(torch.cat(parts), sent, received_bytes).split(received_bytes)
 
     # the received rows, in the order of the draw
     rows = torch.cat([part[HEADER:].view(-1, width) for part in received])
-    order = np.argsort(dealt.owner[rank * batch : (rank + 1) * batch], kind="stable")
+    order = np.argsort(assigned.owner[rank * batch : (rank + 1) * batch], kind="stable")
     if (order[1:] < order[:-1]).any():
         places = torch.from_numpy(order).to(rows.device)
         rows = torch.empty_like(rows).index_copy_(0, places, rows)
     tensors, rest = shard.from_bytes(rows)
     key, mass = rest.contiguous().view(torch.int64).unbind(1)
     lows = torch.stack([part[:HEADER].clone().view(torch.int64)[0] for part in received])
-    chance = min(max(dealt.chance - rank * batch, 0), batch)
-    probability, weight = _weighed(mass[:chance], int(lows.min()), dealt.total, beta)
+    chance = min(max(assigned.chance - rank * batch, 0), batch)
+    probability, weight = _weighed(mass[:chance], int(lows.min()), assigned.total, beta)
     sure = torch.ones(batch - chance, dtype=torch.float32, device="cpu")
     named = {"probability": torch.cat([probability, sure]), "weight": torch.cat([weight, sure])}
     return {**tensors, "key": key.contiguous(), **{name: each.to(shard.device) for name, each in named.items()}}

@@ -31,7 +31,7 @@ from gpu_replay.validation import check_float
 
 Result = TypeVar("Result")
 # what a rank sends when a call begins: the arguments that must be equal on all ranks, by name, and int64 numbers
-Offer = tuple[Mapping[str, Any], Tensor | None]
+Contribution = tuple[Mapping[str, Any], Tensor | None]
 
 MAKING = "making a ShardedReplayBuffer"
 # messages name a call by its index here
@@ -43,11 +43,11 @@ _DIGEST_BITS = 56
 # while some ranks read or write files the others wait in rounds: the timeout divided by 8, at most 5 seconds each
 _ROUND_SHARE, _LONGEST_ROUND = 8, 5.0
 # seconds between two polls of an NCCL operation
-_LOOK = 2e-5
+_POLL = 2e-5
 _OUT_OF_STEP = "an earlier call failed ({}); the ranks are out of step. Load a checkpoint in new processes"
 
 
-class Agreed(Exception):
+class CollectiveError(Exception):
     """Carries an error that all ranks raise in the same call; the group can be used further.
 
     Whoever raises it takes it out of `errors`: an error that the frames of its own traceback hold would be a cycle,
@@ -83,7 +83,7 @@ class Message:
                 while on_host and not self._work.is_completed():
                     if time.monotonic() > deadline:
                         raise RuntimeError("no answer came")
-                    time.sleep(_LOOK)
+                    time.sleep(_POLL)
                 self._work.wait()
         return self._tensor
 
@@ -123,9 +123,9 @@ class Group:
         self._group, self._owned = world, False
         # a group with gloo can exchange the error even if the ranks' devices differ
         self._place = torch.device("cpu") if "gloo" in config else self.device
-        self._doubt: Tensor | None = None
+        self._unchecked: Tensor | None = None
 
-    def own(self) -> None:
+    def adopt_group(self) -> None:
         """Make a process group for this buffer alone if it uses all ranks of the program; collective."""
         # torch gives the same name to two groups that only some ranks of the program make one after the other
         if self.size == dist.get_world_size():
@@ -167,8 +167,8 @@ class Group:
                 raise RuntimeError(f"{name}: {self._failed}.")
             try:
                 yield
-            except Agreed as agreed:
-                raise agreed.errors.pop() from None
+            except CollectiveError as error:
+                raise error.errors.pop() from None
             except MessageFailed as error:
                 self._failed = _OUT_OF_STEP.format(name)
                 raise RuntimeError(
@@ -189,22 +189,24 @@ class Group:
             lines = str(error).strip().splitlines()
             raise MessageFailed(lines[0] if lines else type(error).__name__) from error
 
-    def agree(self, name: str, prepare: Callable[[], Offer], *, late: bool = False, unread: bool = False) -> Tensor:
+    def agree(
+        self, name: str, prepare: Callable[[], Contribution], *, late: bool = False, unread: bool = False
+    ) -> Tensor:
         """Send the first message of a call; return the numbers of all ranks, (R, max(16, R)) int64.
 
-        prepare: checks this rank's arguments; what it changes must be undone if Agreed is raised.
+        prepare: checks this rank's arguments; what it changes must be undone if CollectiveError is raised.
         late:    some ranks may go on without reading the table, so the text of an error is not exchanged.
         unread:  the host does not read the table in this call; the next call that reads one raises the error.
 
-        Raises Agreed on all ranks: RuntimeError if they make different calls; the error of `prepare` on its rank, and
-        RuntimeError that names the rank on the others; ValueError if arguments differ.
+        Raises CollectiveError on all ranks: RuntimeError if they make different calls; the error of `prepare` on its
+        rank, and RuntimeError that names the rank on the others; ValueError if arguments differ.
         """
         text, numbers, errors = "{}", None, list[Exception]()
         try:
             if self._wrong:
                 raise self._wrong.pop()
-            if self._doubt is not None and not unread:
-                doubt, self._doubt = bool(self._doubt), None
+            if self._unchecked is not None and not unread:
+                doubt, self._unchecked = bool(self._unchecked), None
                 if doubt:
                     raise RuntimeError("a rank failed in an earlier sample, or made another call instead.")
             alike, numbers = prepare()
@@ -222,9 +224,9 @@ class Group:
         heads = table[:, 0]
         if unread:
             other = (heads != head).any()
-            self._doubt = other if self._doubt is None else self._doubt | other
+            self._unchecked = other if self._unchecked is None else self._unchecked | other
         elif errors or heads.tolist() != [head] * self.size:
-            raise Agreed(self._refusal(name, heads.tolist(), text, errors.pop() if errors else None, late))
+            raise CollectiveError(self._refusal(name, heads.tolist(), text, errors.pop() if errors else None, late))
         return table[:, 1:]
 
     def _refusal(self, name: str, heads: list[int], text: str, error: Exception | None, late: bool) -> Exception:
@@ -238,7 +240,7 @@ class Group:
                 )
         said = "it says why" if error is None else f"{type(error).__name__}: {error}"
         own = json.dumps([said, text])
-        answers = [json.loads(each) for each in ([own] * self.size if late else self.tell(own))]
+        answers = [json.loads(each) for each in ([own] * self.size if late else self.all_gather_text(own))]
         if error is not None:
             return error
         failed = [bool(head >> _DIGEST_BITS & 1) for head in heads]
@@ -272,7 +274,7 @@ class Group:
             work = dist.all_to_all_single(out, rows, list(received), list(sent), group=self._group, async_op=True)
         return Message(self, work, out).wait(on_host=True)
 
-    def tell(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """Exchange a text; returns the texts of all ranks, in the order of ranks."""
         data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         lengths = self.all_gather(torch.tensor([len(data)], device=self._place)).wait(on_host=True).view(-1).tolist()
@@ -280,7 +282,7 @@ class Group:
         table = self.all_gather(row).wait(on_host=True).cpu()
         return [bytes(row[:length].numpy()).decode().strip() for row, length in zip(table, lengths, strict=True)]
 
-    def together(self, work: Callable[[], Result], name: str) -> Result:
+    def run_on_all(self, work: Callable[[], Result], name: str) -> Result:
         """Run work of unknown duration, such as writing files, on every rank; returns when all ranks have finished.
 
         Meanwhile the ranks exchange a message in each round, so that a rank that dies is noticed within the timeout,
@@ -307,7 +309,7 @@ class Group:
         finally:
             threads.wait()
 
-        def ended() -> Offer:
+        def ended() -> Contribution:
             if errors:
                 raise errors.pop()
             return {}, None

@@ -25,19 +25,19 @@ from torch import Tensor
 from gpu_replay.sharded.shard import Column, ShardDraw
 
 
-def levels_of(table: Tensor) -> Tensor:
+def log_scales_of(table: Tensor) -> Tensor:
     """(R,) float64 log2(g_r) from the table of all ranks' numbers."""
-    return table[:, Column.LEVEL].contiguous().view(torch.float64)
+    return table[:, Column.LOG_SCALE].contiguous().view(torch.float64)
 
 
-def weighed(drawn: ShardDraw, levels: Tensor) -> dict[str, Tensor]:
+def weighed(drawn: ShardDraw, log_scales: Tensor) -> dict[str, Tensor]:
     """Correct one rank's rows, in place, to the weights and probabilities over all ranks.
 
-    levels: (R,) float64 log2(g_r) of all ranks.
+    log_scales: (R,) float64 log2(g_r) of all ranks.
     """
-    factor = (drawn.level - levels.max()).exp2()
+    factor = (drawn.log_scale - log_scales.max()).exp2()
     tensors = drawn.finish()
-    for name, change in (("weight", factor), ("probability", 1.0 / levels.numel())):
+    for name, change in (("weight", factor), ("probability", 1.0 / log_scales.numel())):
         rows = tensors[name][: drawn.chance]
         rows.copy_(rows.to(torch.float64) * change)
     return tensors

@@ -11,10 +11,10 @@ from typing import Any
 from gpu_replay.checkpoint.format import SHARD_BYTES, write_shards, writing
 from gpu_replay.checkpoint.joint import BufferCheckpoint, Share, name_of
 from gpu_replay.checkpoint.manifest import described, shards_from, write_manifest
-from gpu_replay.checkpoint.shards import check_length, plan_shards, settle
+from gpu_replay.checkpoint.shards import check_length, plan_shards, synchronize
 from gpu_replay.checkpoint.state import VERSION
 from gpu_replay.errors import CheckpointError
-from gpu_replay.sharded.group import Group, Offer
+from gpu_replay.sharded.group import Contribution, Group
 from gpu_replay.sharded.shard import Shard
 from gpu_replay.validation import check_path
 
@@ -25,24 +25,24 @@ def save(group: Group, shard: Shard, path: str | PathLike[str], config: dict[str
     with ExitStack() as stack:
         folder = ""
 
-        def room() -> Offer:
+        def room() -> Contribution:
             nonlocal folder
             if group.rank == 0:
                 folder = str(stack.enter_context(writing(path))[0])
             return {"path": str(check_path("path", path))}, None
 
         group.agree(name, room)
-        place, counters = Path(group.tell(folder)[0]), state.lasting()
+        place, counters = Path(group.all_gather_text(folder)[0]), state.lasting()
 
         def write() -> str:
             views = {name_of(group.rank, each): view for each, view in state.views(counters["ADDED"]).items()}
             plan = plan_shards(views, SHARD_BYTES)
-            settle(views.values())
+            synchronize(views.values())
             return json.dumps([counters, described(write_shards(place, plan, views))])
 
-        answers = [json.loads(each) for each in group.tell(group.together(write, name))]
+        answers = [json.loads(each) for each in group.all_gather_text(group.run_on_all(write, name))]
 
-        def finish() -> Offer:
+        def finish() -> Contribution:
             if group.rank == 0:
                 shards = [shard for _, each in answers for shard in shards_from(each)]
                 try:
@@ -61,4 +61,4 @@ def save(group: Group, shard: Shard, path: str | PathLike[str], config: dict[str
 def fill(group: Group, shard: Shard, saved: BufferCheckpoint) -> None:
     """Load each rank's part: its own saved state, or, on another number of ranks, rows dealt out by their keys."""
     state, share = shard._buffer_state(), Share(group.size, group.rank, shard.capacity)
-    group.together(lambda: saved.restore(state, share, shard.seed), "load")
+    group.run_on_all(lambda: saved.restore(state, share, shard.seed), "load")

@@ -23,7 +23,7 @@ class Column:
     ADDED = 0  # transitions ever added to its shard
     SIZE = 1  # transitions stored
     TOTAL = 2  # sum of their masses
-    LEVEL = 3  # the bits of the float64 log2(g) of `local_draw`; unused in global mode
+    LOG_SCALE = 3  # the bits of the float64 log2(g) of `local_draw`; unused in global mode
     LARGEST = 4  # largest mass ever given
     RANDOM = 5  # Philox blocks used
     STEP = 6  # samples drawn
@@ -34,12 +34,12 @@ class ShardDraw(NamedTuple):
 
     finish:  counts them and returns fields, key, and probability and weight within the shard, at most 1.
     chance:  the first `chance` rows were sampled at random; the others are the newest.
-    level:   float64 scalar, the log2(g) of `local_draw`.
+    log_scale:   float64 scalar, the log2(g) of `local_draw`.
     """
 
     finish: Callable[[], dict[str, Tensor]]
     chance: int
-    level: Tensor
+    log_scale: Tensor
 
 
 class Shard(ReplayBuffer):
@@ -64,11 +64,11 @@ class Shard(ReplayBuffer):
         tree = self._state.summed
         return self.size() if tree is None else tree.levels[-1].sum()
 
-    def row(self, level: Tensor) -> Tensor:
+    def row(self, log_scale: Tensor) -> Tensor:
         """The numbers that `Column` lists, (7,) int64, as they are now."""
         counts = self._counters
         later = (counts[place] for place in (Counter.MAX_MASS, Counter.RANDOM, Counter.STEP))
-        return torch.stack([counts[Counter.ADDED], self.size(), self.total(), level.view(torch.int64), *later])
+        return torch.stack([counts[Counter.ADDED], self.size(), self.total(), log_scale.view(torch.int64), *later])
 
     def lowest(self) -> Tensor:
         """The smallest stored mass, an int64 scalar."""
@@ -88,8 +88,8 @@ class Shard(ReplayBuffer):
         step = self._counters[Counter.STEP].to(torch.float64)
         slots, probability, finish = self._engine.sample_unfinished(batch, beta)
         lowest = self._lowest_drawn(slots[:chance], probability[:chance])
-        level = self.total().to(torch.float64).log2() - self._exponent(step, beta) * lowest.log2()
-        return ShardDraw(finish, chance, level)
+        log_scale = self.total().to(torch.float64).log2() - self._exponent(step, beta) * lowest.log2()
+        return ShardDraw(finish, chance, log_scale)
 
     def _exponent(self, step: Tensor, beta: float | None) -> Tensor | float:
         if beta is not None:

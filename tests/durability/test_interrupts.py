@@ -146,7 +146,7 @@ def memory(buffer: Any) -> dict[str, torch.Tensor]:
     found["counters"] = buffer._counters.clone()
     # what was looked up for an `add` that did not follow
     found["counters"][Counter.HIGHEST] = 0
-    if hasattr(masses := getattr(buffer._draws, "masses", None), "stamps"):
+    if hasattr(masses := getattr(buffer._sampling, "masses", None), "stamps"):
         found["stamps"] = masses.stamps.clone()
     return found
 
@@ -332,7 +332,7 @@ class TestHost:
             group = Group(None, "cpu", 20.0)
 
             def together() -> None:
-                assert group.together(lambda: 7, "save") == 7
+                assert group.run_on_all(lambda: 7, "save") == 7
 
             return interrupt_everywhere(together, [together], range)
 

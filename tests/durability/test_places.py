@@ -276,10 +276,10 @@ def test_the_host_waits_for_all_calls_before_it_touches_pinned_fields(cuda: Fake
         with cuda.stream(stream), order:
             cuda.work(f"call {number}")
     with order:
-        order.settle()
+        order.synchronize()
         assert cuda.waited == {"call 0", "call 1", "call 2"}
     with StreamOrder(CPU):
-        StreamOrder(CPU).settle()
+        StreamOrder(CPU).synchronize()
 
 
 # the command

@@ -76,7 +76,7 @@ class Shifted(NamedTuple):
         for buffer in twins.both[: 1 + (self.late > 0)]:
             buffer._rebuild(5)
         if not self.late:
-            twins.tested._engine.draws.look()
+            twins.tested._engine.sampling.look()
             twins.tested._engine._count_newest = lambda added, slots: 0
 
 

@@ -138,5 +138,5 @@ def check_same(tested: Any, host: Any) -> None:
     if tested.sampler.base.summed:
         assert torch.equal(tested.masses(), tested._state.tree.masses)
         assert tested.total_mass() == host.total_mass()
-    if tested._engine.draws.masses is not None:
-        assert (tested._engine.draws.masses.stamps == -1).all()
+    if tested._engine.sampling.masses is not None:
+        assert (tested._engine.sampling.masses.stamps == -1).all()

@@ -26,7 +26,7 @@ from triton.runtime.errors import InterpreterError
 from gpu_replay import Field
 from gpu_replay.ops import priorities, rank_draw
 from gpu_replay.ops.counters import Counter, HostWords, new_counters
-from gpu_replay.ops.draw import PERMUTATION_WORDS, digits_for, permuted_ranks, plan_draw, stratified_targets
+from gpu_replay.ops.draw import PERMUTATION_WORDS, digits_for, make_draw, permuted_ranks, stratified_targets
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.rank_draw import DeviceRanks
 
@@ -48,7 +48,7 @@ def check_drawn(by: Any, slots: list[int], added: int, drawn: int, ranks: Any = 
     """Fail unless these slots of a full ring are drawn, each with its key; by rank with masses of 1."""
     batch = len(slots)
     found, keys, masses = torch.empty((3, batch), dtype=torch.int64)
-    draw, _, minima = plan_draw(by, counters_at(added), drawn, batch, SLOTS, **named)
+    draw, _, minima = make_draw(by, counters_at(added), drawn, batch, SLOTS, **named)
     draw(ranks, (found, keys, torch.empty(batch), masses, torch.empty(minima, dtype=torch.int64)), ())
     assert found.tolist() == slots
     assert keys.tolist() == [added - SLOTS + (slot - added) % SLOTS for slot in slots]
@@ -164,7 +164,7 @@ BY_MASS = {"add_step_kernel": 11, "gather_windows_kernel": 7, "draw_kernel": 2, 
 CASES = {
     "rows by mass": of_rows("proportional"),
     "rows, all options": of_rows("annealed", find_extreme_kernel=1),
-    "many keys at once": of_rows("independent", settle_kernel=1),
+    "many keys at once": of_rows("independent", last_wins_kernel=1),
     "frames at the end": Case(
         *(play_rows, {"add_kernel": 1, "gather_kernel": 1}, Shifted(FRAME, SAMPLERS["latest"], FRAMES, 5))
     ),

@@ -34,7 +34,7 @@ class Engine:
     def __init__(self) -> None:
         self.rows = 0
 
-    def on_replay(self, rows: int) -> None:
+    def count_added(self, rows: int) -> None:
         self.rows += rows
 
 

@@ -328,7 +328,7 @@ def test_a_million_updates_and_draws_at_once(different: int) -> None:
         assert buffer.total_mass() == int(masses.sum())
         drawn.append(buffer.sample(batch).key)
         check_sums(buffer._state.masses)
-    assert (buffer._engine.draws.masses.stamps == -1).all()
+    assert (buffer._engine.sampling.masses.stamps == -1).all()
     counts = torch.bincount(torch.cat(drawn), minlength=capacity)
     assert torch.equal(counts, buffer._storage.times_sampled.long())
 

@@ -28,7 +28,7 @@ from gpu_replay.kernels.division import divided
 from gpu_replay.kernels.random import floor_of_product
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import reciprocal
-from gpu_replay.ops.ring import plan_gather
+from gpu_replay.ops.ring import make_gather
 
 NUMBER = {"n": Field((), torch.int64)}
 STEPS = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
@@ -74,7 +74,7 @@ class Drawn(Twins):
 
     def compare_within(self, batch: int, skipped: int) -> None:
         """The draw alone, without the newest `skipped` slots."""
-        draws = self.host._engine.draws
+        draws = self.host._engine.sampling
         expected = draws.draw(batch, 0.5, skipped)
         named = draws.finish({}, expected)
         found = drawn_on_device(self.tested, batch, skipped)
@@ -87,10 +87,10 @@ class Drawn(Twins):
 
 def drawn_on_device(buffer: Any, batch: int, skipped: int = 0) -> dict[str, torch.Tensor]:
     """A sample of no fields, with its slots."""
-    draws = buffer._engine.draws
+    draws = buffer._engine.sampling
 
     def make(end: Any) -> Any:
-        finish = plan_gather({}, {}, batch, buffer._counters, end)
+        finish = make_gather({}, {}, batch, buffer._counters, end)
         return lambda slots, *others: finish(slots, *others) | {"slots": slots.clone()}
 
     return draws.make_sample(batch, False, make, skipped=skipped)(0.5)
@@ -182,7 +182,7 @@ def test_programs_count_together_what_can_be_drawn(stored: int, device: str, mon
 
 def test_a_list_is_sorted_anew_after_each_change_and_in_every_graph(device: str) -> None:
     both = Drawn(device, ALL_RANKS, some_codes(40, 1), 123)
-    tree, ranks = both.tested._state.tree, both.tested._engine.draws._ranks
+    tree, ranks = both.tested._state.tree, both.tested._engine.sampling._ranks
 
     def listed(capturing: bool = False) -> list[int]:
         made = ranks.current(tree, capturing)

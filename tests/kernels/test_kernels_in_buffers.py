@@ -27,7 +27,7 @@ from twins import FIELDS, Twins, check_batches, check_same, values_of
 
 from gpu_replay import Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.hindsight import plan_choose_goals
+from gpu_replay.ops.hindsight import make_choose_goals
 
 SIZES = (1, 2, 127, 128, 129, 4095)
 NUMBER = {"n": Field((), torch.int64)}
@@ -219,14 +219,14 @@ def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(sampler: A
         assert before == [tested._state.rule.mass(priority) for priority in (4.0, 1.0, 16.0, 1.0)]
         keys = torch.tensor([0, 2, 2, 0], device=device)
         given = torch.tensor([1.0, 1.0, float("-inf"), float("nan")], dtype=torch.float64, device=device)
-        engine.draws.update(keys, given, False)
+        engine.sampling.update(keys, given, False)
         assert tested._state.tree.masses[:4].tolist() == before
         assert tested.stats().rejected_priorities == 4
         check_sums(tested._state.tree)
-        assert (engine.draws.masses.stamps == -1).all()
+        assert (engine.sampling.masses.stamps == -1).all()
         if isinstance(sampler, RankBased):
             tested.sample(4)
-            ages = engine.draws._ranks.current(tested._state.tree, False).ages[:4]
+            ages = engine.sampling._ranks.current(tested._state.tree, False).ages[:4]
             assert [(4 + age) % 129 for age in ages.tolist()] == [2, 0, 1, 3]
 
 
@@ -235,7 +235,7 @@ def test_a_priority_of_too_much_mass_is_cut_and_counted_by_itself(device: str) -
         tested = twins(device, 129, NUMBER, Proportional()).tested
         keys = tested.add(n=torch.arange(4, device=device))
         given = torch.tensor([1e300, float("nan"), 1e300, 1.0], dtype=torch.float64, device=device)
-        tested._engine.draws.update(keys, given, False)
+        tested._engine.sampling.update(keys, given, False)
         stats = tested.stats()
         assert (stats.saturated_priorities, stats.rejected_priorities, stats.stale_updates) == (2, 1, 0)
         assert tested._state.tree.masses[:4:2].tolist() == [tested._state.rule.limit] * 2
@@ -336,7 +336,7 @@ def test_a_replayed_draw_of_what_is_gone_stays_inside(device: str, guards: Guard
             tensor = getattr(streams, name)
             tensor.copy_(torch.from_numpy(generator.integers(low, high, tensor.shape)).to(tensor.dtype))
         drawn = torch.arange(2 * slots, device=device) % slots
-        chosen = plan_choose_goals(streams, 2 * slots, buffer._counters, 36, strategy, 0)(drawn)
+        chosen = make_choose_goals(streams, 2 * slots, buffer._counters, 36, strategy, 0)(drawn)
         assert sorted(chosen.rows.tolist()) == list(range(36))
         assert 0 <= int(chosen.slots.min()) <= int(chosen.slots.max()) < slots
         assert int(chosen.places.min()) >= -1

@@ -333,7 +333,7 @@ def test_a_call_runs_few_python_functions(monkeypatch: pytest.MonkeyPatch) -> No
             "add": partial(buffer.add, **given),
             "sample": partial(buffer.sample, 256),
             # priorities on a CPU are looked at before
-            "update": partial(buffer._draws.update, keys, priorities, True),
+            "update": partial(buffer._sampling.update, keys, priorities, True),
         }
         for _ in range(32):
             calls["add"]()

@@ -10,7 +10,7 @@ from launches import use_sizes_of_a_gpu
 from trees import check_sums, random_masses
 
 from gpu_replay.ops.counters import NO_MASS, Counter, new_counters
-from gpu_replay.ops.mass_tree import DIRTY, MassTree, plan_extreme
+from gpu_replay.ops.mass_tree import DIRTY, MassTree, make_extreme
 
 
 def tree_of(slots: int, device: str) -> MassTree:
@@ -38,7 +38,7 @@ def test_extremes_of_a_tree(slots: int, device: str, guards: Guards, monkeypatch
     tree, counters = tree_of(slots, device), new_counters(torch.device(device), 0)
     assert tree.low is not None
     assert tree.high is not None
-    find_lowest, find_highest = (plan_extreme(tree, counters, low=low) for low in (True, False))
+    find_lowest, find_highest = (make_extreme(tree, counters, low=low) for low in (True, False))
     for leaf, mass in ((0, None), (slots - 1, 2**61), (slots // 2, 1), (0, 0), (0, None)):
         if mass is None:
             tree.masses.floor_divide_(2)
@@ -61,4 +61,4 @@ def test_a_tree_without_extremes_says_so(device: str) -> None:
     tree = MassTree(10, torch.device(device), "triton")
     for low, which in ((True, "smallest"), (False, "largest")):
         with pytest.raises(RuntimeError, match=f"without its {which} masses"):
-            plan_extreme(tree, new_counters(torch.device(device), 0), low=low)
+            make_extreme(tree, new_counters(torch.device(device), 0), low=low)

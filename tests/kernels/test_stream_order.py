@@ -333,7 +333,7 @@ def test_the_host_touches_pinned_fields_only_after_it_waited(kind: str, tmp_path
         (pinned,) = cuda.pinned
         watch = Watch(buffer)
         watch._memory = {pinned}
-        buffer._stream_order.settle = lambda: setattr(watch, "depth", 1)
+        buffer._stream_order.synchronize = lambda: setattr(watch, "depth", 1)
         calls = {**calls_for(kind, tmp_path), "copy": copy.deepcopy, "batches": lambda each: list(each.batches(2))}
         if kind == "steps":
             many = {name: value[None].repeat(3, *[1] * value.dim()) for name, value in rows.items()}

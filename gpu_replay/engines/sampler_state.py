@@ -40,7 +40,7 @@ def priority_bytes(base: BaseSampler, slots: int, backend: Backend) -> dict[str,
     return sizes
 
 
-class DrawState:
+class SamplerState:
     """The priorities of all slots, which of them can be drawn, and the counters.
 
     tracks_eligibility: whether stored slots exist that cannot be drawn, and that no update may make eligible; they have
@@ -131,7 +131,7 @@ class DrawState:
         if self.tracks_eligibility:
             self.counters[Counter.ELIGIBLE] = int((self.eligible.masses > 0).sum())
 
-    def narrowed(self, allowed: Tensor) -> DrawState:
+    def restricted(self, allowed: Tensor) -> SamplerState:
         """A state for one draw, in which no other slots than the allowed, (slots,) bool, can be drawn.
 
         The counters are these, the trees its own.
