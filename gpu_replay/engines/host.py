@@ -40,7 +40,7 @@ class HostEngine:
         self._stores = [rows[name] for name in storage.fields]
         self._ahead = storage.read_ahead()
         self._memory = BatchMemory()
-        self._append, self._append_arguments = loops.append.ready(), (*sampling.state.initial, *sampling.arrays)
+        self._append, self._append_arguments = loops.append.compiled(), (*sampling.state.initial, *sampling.arrays)
         # small fields lie in records; a field is moved as one number if a number has its size
         self._records = np.zeros(0, np.dtype([]))
         if storage.records is not None:

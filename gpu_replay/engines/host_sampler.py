@@ -42,12 +42,12 @@ class HostSampler:
         if self._base.prioritized and not self._base.summed:
             codes = state.masses
             self._ranks = HostRanks(codes.arrays[0][: codes.slots], self.counters, self._base.alpha)
-            codes.host = codes.host._replace(noted=self._ranks.noted)
+            codes.host = codes.host._replace(changed_slots=self._ranks.changed_slots)
         tree = (_NONE,) * 5 if state.tree is None else state.tree.host
         self.arrays = self.counters, self.times_sampled, *tree
         rule = state.rule
         self._update_arguments = rule.ordered, rule.limit, self.capacity, state.tracks_eligibility, self.counters, *tree
-        self._finish = ring_loops.finish.ready()
+        self._finish = ring_loops.finish.compiled()
         self.reseed(seed)
 
     @property
@@ -166,4 +166,4 @@ class HostSampler:
             self.counters[Counter.STALE] += np.count_nonzero((keys < first) | (keys >= added))
         else:
             contiguous, numbers = plain(keys), self.state.rule.numbers(priorities)
-            tree_loops.update.ready()(contiguous, numbers, *self._update_arguments)
+            tree_loops.update.compiled()(contiguous, numbers, *self._update_arguments)

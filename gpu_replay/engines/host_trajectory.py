@@ -69,7 +69,7 @@ class TrajectoryHostEngine:
             each.numpy()
             for each in (streams.flags, streams.depth, streams.episode_length, streams.clipped_length, streams.final)
         ]
-        self._choose: Any = choose_goals.ready() if shape.hindsight else None
+        self._choose: Any = choose_goals.compiled() if shape.hindsight else None
 
     def on_clear(self) -> None:
         """Reset host state after `clear`: there is none."""

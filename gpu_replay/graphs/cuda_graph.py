@@ -73,7 +73,7 @@ class CudaGraphCall(Generic[Result]):
         if self._device.type != "cuda":
             return self._call()
         if not self.warm:
-            result = self._eagerly()
+            result = self._call_on_side_stream()
             self._warm_ups -= 1
             return result
         if self._graph is None:
@@ -85,7 +85,7 @@ class CudaGraphCall(Generic[Result]):
         graph = torch.cuda.CUDAGraph()
         cause: BaseException | None = None
         try:
-            with captured_into(graph, side_stream(self._device, "captures"), self._device, self._generators):
+            with capture_into(graph, side_stream(self._device, "captures"), self._device, self._generators):
                 try:
                     self._result = self._call()
                 except BaseException as error:
@@ -110,7 +110,7 @@ class CudaGraphCall(Generic[Result]):
         self.replays += 1
         return self._result
 
-    def _eagerly(self) -> Result:
+    def _call_on_side_stream(self) -> Result:
         side, current = side_stream(self._device, "captures"), torch.cuda.current_stream(self._device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
@@ -122,7 +122,7 @@ class CudaGraphCall(Generic[Result]):
 
 
 @contextmanager
-def captured_into(
+def capture_into(
     graph: torch.cuda.CUDAGraph,
     stream: torch.cuda.Stream,
     device: torch.device,
@@ -143,7 +143,7 @@ def captured_into(
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 yield
         except BaseException:
-            _recover(pool, generators)
+            _exit_capture_mode(pool, generators)
             raise
 
 
@@ -152,7 +152,7 @@ def _register(graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]
         graph.register_generator_state(generator)
 
 
-def _recover(pool: tuple[int, int], generators: Sequence[torch.Generator]) -> None:
+def _exit_capture_mode(pool: tuple[int, int], generators: Sequence[torch.Generator]) -> None:
     """Leave capture mode, after a capture into this pool that raised."""
     device = torch.cuda.current_device()
     # it raises where the capture was ended, and the graph then releases the pool

@@ -32,7 +32,7 @@ _PATIENCE = 2.0
 _inner: set[Callable[..., Any]] = set()
 _lock = threading.Lock()
 _seconds = 0.0
-_told = False
+_notified = False
 
 
 def _forget_lock() -> None:
@@ -89,7 +89,7 @@ class Loop:
         self._signatures, self._options = signatures, options
         self._ready: Callable[..., Any] | None = None
 
-    def ready(self) -> Callable[..., Any]:
+    def compiled(self) -> Callable[..., Any]:
         """Return the machine code, or the function itself when nothing is compiled.
 
         Another thread imports Numba and compiles while this one waits: a signal handler that raises ends the waiting,
@@ -163,7 +163,7 @@ def compile_all() -> dict[str, float]:
         for each in vars(module).values():
             if isinstance(each, Loop):
                 begin = time.perf_counter()
-                each.ready()
+                each.compiled()
                 seconds[f"{module.__name__.split('.')[-1]}.{each.function.__name__}"] = time.perf_counter() - begin
     return seconds
 
@@ -174,7 +174,7 @@ def _wait_for(work: Callable[[], None]) -> None:
     Locks are taken in C alone: `threading.Thread` takes some in Python code, where a signal handler that raises would
     leave them held.
     """
-    global _seconds, _told
+    global _seconds, _notified
     errors: list[BaseException] = []
     running = threading.Lock()
     running.acquire()
@@ -190,8 +190,8 @@ def _wait_for(work: Callable[[], None]) -> None:
     begin = time.perf_counter()
     _thread.start_new_thread(run, ())
     ended = running.acquire(timeout=max(0.0, _PATIENCE - _seconds))
-    if not ended and not _told and sys.stderr.isatty():
-        _told = True
+    if not ended and not _notified and sys.stderr.isatty():
+        _notified = True
         print("gpu_replay compiles its loops for this machine, once; they are kept for later runs.", file=sys.stderr)
     if not ended:
         running.acquire()

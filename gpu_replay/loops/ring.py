@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from gpu_replay.loops.compiling import loop
 from gpu_replay.loops.constants import Counter
-from gpu_replay.loops.tree import highest_of, note_range, sum_above
+from gpu_replay.loops.tree import highest_of, mark_changed, sum_above
 
 _ADDED, _RANDOM, _STEP = Counter.ADDED, Counter.RANDOM, Counter.STEP
 _MAX_MASS, _SATURATED = Counter.MAX_MASS, Counter.SATURATED
@@ -19,7 +19,8 @@ FIXED, LARGEST_EVER, LARGEST_STORED = range(3)
     " int64[::1], int64[::1])"
 )
 def append(
-    rows, masses, largest, saturated, source, first_mass, counters, times_sampled, flat, starts, low, high, noted
+    rows, masses, largest, saturated, source, first_mass, counters, times_sampled,
+    flat, starts, low, high, changed_slots,
 ):  # fmt: skip
     """Count rows whose fields were written: update masses, sums and counters.
 
@@ -44,7 +45,7 @@ def append(
             times_sampled[slot] = 0
             if flat.size:
                 flat[slot] = masses[at + slot - begin] if masses.size else mass
-        note_range(low, high, noted, begin, stop)
+        mark_changed(low, high, changed_slots, begin, stop)
         sum_above(flat, starts, begin, stop)
         left -= stop - begin
         at += stop - begin

@@ -65,7 +65,7 @@ def add_steps(
     terminated, truncated, own_rewards, masses, places, saturated, settings,
     flags, depth, pending, final, owner, spans, parted,
     rewards, times_sampled, counters,
-    flat, starts, low, high, noted, ones, one_starts,
+    flat, starts, low, high, changed_slots, ones, one_starts,
 ):  # fmt: skip
     """Add T steps of E environments; this one call changes all metadata of the ring.
 
@@ -77,7 +77,7 @@ def add_steps(
                the mass of starts without one is found, and the fixed one, or that before any other.
     flags to parted: as in `ops.eligibility.Streams`, flat; spans and parted are empty without hindsight.
     rewards, times_sampled: (slots,) of the ring.
-    flat, starts, low, high, noted: a tree of masses, or of ones without masses.
+    flat, starts, low, high, changed_slots: a tree of masses, or of ones without masses.
     ones, one_starts: a second tree, of ones, or empty.
     """
     envs, stack, next_step, first_mass, source = settings[0], settings[1], settings[2] != 0, settings[4], settings[3]
@@ -149,9 +149,9 @@ def add_steps(
                     mass = mass if mass > 0 else initial
                 old = flat[start]
                 if old != mass:
-                    if noted.size:
-                        noted[min(noted[0] + 1, noted.size - 1)] = start
-                        noted[0] += 1
+                    if changed_slots.size:
+                        changed_slots[min(changed_slots[0] + 1, changed_slots.size - 1)] = start
+                        changed_slots[0] += 1
                     flat[start] = mass
                     if low.size:
                         low[start >> SHIFT] = DIRTY

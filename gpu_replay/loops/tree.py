@@ -6,8 +6,8 @@ A tree is four arrays of int64: `flat`, all levels end to end, leaves first, eac
 `starts`, where each level begins and where the last one ends; `low` and `high`, the smallest and largest mass of each
 block of leaves, DIRTY where it must be found again, or nothing where they are not kept.
 
-`noted` lists changed slots for an order of ranks: first a count, then that many slots. If the count exceeds the room,
-the slots mean nothing. It is empty if no order is kept.
+`changed_slots` lists them for an order of ranks: first a count, then that many slots. If the count exceeds the room, the
+slots mean nothing. It is empty if no order is kept.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def sum_above(flat, starts, begin, stop):
 
 
 @inner
-def note_range(low, high, noted, begin, stop):
+def mark_changed(low, high, changed_slots, begin, stop):
     """Mark the extremes of these slots' blocks, and tell the order that they have changed."""
     for block in range(begin >> SHIFT, (stop + 15) >> SHIFT):
         if low.size:
             low[block] = DIRTY
         if high.size:
             high[block] = DIRTY
-    for slot in range(begin, stop if noted.size else begin):
-        noted[min(noted[0] + 1, noted.size - 1)] = slot
-        noted[0] += 1
+    for slot in range(begin, stop if changed_slots.size else begin):
+        changed_slots[min(changed_slots[0] + 1, changed_slots.size - 1)] = slot
+        changed_slots[0] += 1
 
 
 @loop(f"({_TREE})")
@@ -142,7 +142,9 @@ def masses(numbers, ordered):
 
 
 @loop(f"(int64[::1], float64[::1], boolean, int64, int64, boolean, int64[::1], {_TREE}, int64[::1])")
-def update(keys, numbers, ordered, limit, capacity, tracks_eligibility, counters, flat, starts, low, high, noted):
+def update(
+    keys, numbers, ordered, limit, capacity, tracks_eligibility, counters, flat, starts, low, high, changed_slots
+):
     """Give live keys their masses; the last of a repeated key wins.
 
     keys:     (B,). numbers, ordered: as in `masses_of`. limit: that masses are cut to.
@@ -167,9 +169,9 @@ def update(keys, numbers, ordered, limit, capacity, tracks_eligibility, counters
         if tracks_eligibility and old == 0:
             continue
         largest = max(largest, masses[row])
-        if noted.size:
-            noted[min(noted[0] + 1, noted.size - 1)] = slot
-            noted[0] += 1
+        if changed_slots.size:
+            changed_slots[min(changed_slots[0] + 1, changed_slots.size - 1)] = slot
+            changed_slots[0] += 1
         flat[slot] = mass
         if low.size:
             low[slot >> SHIFT] = DIRTY

@@ -54,7 +54,7 @@ def draw_range(tree: MassTree, head: int, skipped: int, *, by_key: bool) -> Draw
     head:   slot of the next key; the slots from it on hold the oldest keys.
     by_key: whether targets ascend with keys instead of slots; without effect on what can be drawn.
     """
-    total, mass_before, arrays = tree.total(), tree_loops.mass_before.ready(), tree.host[:2]
+    total, mass_before, arrays = tree.total(), tree_loops.mass_before.compiled(), tree.host[:2]
     if not skipped and not by_key:
         return DrawRange(0, total, total)
     before = mass_before(*arrays, head)
@@ -69,7 +69,7 @@ def draw_range(tree: MassTree, head: int, skipped: int, *, by_key: bool) -> Draw
 def slots_in(tree: MassTree, drawn: DrawRange, targets: np.ndarray) -> np.ndarray:
     """Host: the (B,) slots on which (B,) targets in [0, mass) fall; the targets are overwritten."""
     slots = np.empty(targets.size, dtype=np.int64)
-    tree_loops.locate.ready()(*tree.host[:2], drawn.offset, drawn.total, targets, slots)
+    tree_loops.locate.compiled()(*tree.host[:2], drawn.offset, drawn.total, targets, slots)
     return slots
 
 
@@ -81,7 +81,7 @@ def stratified_targets(total: int, doubles: np.ndarray) -> np.ndarray:
     returns: (B,) int64, ascending, each in [0, total).
     """
     targets = np.empty(doubles.size, dtype=np.int64)
-    tree_loops.targets.ready()(total, doubles, True, targets)
+    tree_loops.targets.compiled()(total, doubles, True, targets)
     return targets
 
 
@@ -106,7 +106,7 @@ def draw_by_mass(
     """
     batch, (flat, starts, low, *_) = doubles.size, tree.host
     out = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.float32), np.empty(batch)
-    return MassDraw(*out, tree_loops.draw.ready()(flat, starts, low, doubles, stratified, of_all, *within, *out))
+    return MassDraw(*out, tree_loops.draw.compiled()(flat, starts, low, doubles, stratified, of_all, *within, *out))
 
 
 def importance_weights(masses: np.ndarray, lowest: int, beta: float) -> np.ndarray:
@@ -133,7 +133,7 @@ PERMUTATION_WORDS = 2 * ROUNDS_OF_FEW
 def independent_ranks(count: int, doubles: np.ndarray) -> np.ndarray:
     """One independent number in [0, count) for each of (B,) float64 in [0, 1); count > 0; returns (B,) int64."""
     ranks = np.empty(doubles.size, dtype=np.int64)
-    tree_loops.targets.ready()(count, doubles, False, ranks)
+    tree_loops.targets.compiled()(count, doubles, False, ranks)
     return ranks
 
 
@@ -155,7 +155,7 @@ def permuted_ranks(count: int, batch: int, words: np.ndarray, begin: int = 0, si
     wide = math.isqrt(count - 1) + 1
     sides = wide, -(-count // wide)
     ranks, taken = np.empty(batch, dtype=np.int64), 2 * ROUNDS if count >= FEW else PERMUTATION_WORDS
-    random_loops.permuted_ranks.ready()(count, begin, size, *sides, words[:taken].view(np.int64), ranks)
+    random_loops.permuted_ranks.compiled()(count, begin, size, *sides, words[:taken].view(np.int64), ranks)
     return ranks
 
 

@@ -50,7 +50,7 @@ class FrameStore(NamedTuple):
         parted = rows.shape[1] % 8 or not rows.view(np.int64).flags.aligned
         word, gather = (np.uint8, gather_bytes) if parted else (np.int64, gather_words)
         pool_rows = rows[:0] if pool is None else pool.reshape(len(pool), -1)
-        return cls(rows.view(word), pool_rows.view(word), ring.dtype, gather.ready())
+        return cls(rows.view(word), pool_rows.view(word), ring.dtype, gather.compiled())
 
 
 def gather_stacks(

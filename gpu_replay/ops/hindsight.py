@@ -141,7 +141,7 @@ class HostGoals(NamedTuple):
         count, frames = self.rows.size, achieved.shape[0] * stack
         seen = [each.reshape(frames, -1).view(np.uint8) for each in places]
         rows = [each.reshape(count, -1).view(np.uint8) for each in (goal_rows, *made)]
-        loops.put_goals.ready()(self.rows, self.known, stack, rows[0], *seen, *rows[1:])
+        loops.put_goals.compiled()(self.rows, self.known, stack, rows[0], *seen, *rows[1:])
         tensor, known = torch.from_numpy, None if self.all_known else torch.from_numpy(self.known)
         achieved_goals, desired_goals = tensor(made[0]).view(achieved.dtype), tensor(made[1]).view(goals.dtype)
         return RelabelInput(tensor(self.rows), known, achieved_goals, desired_goals)

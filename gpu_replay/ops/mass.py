@@ -47,7 +47,7 @@ class MassRule:
         """The (B,) int64 masses of (B,) finite float32 or float64 priorities, the largest of them, and how many were
         cut. B is at least 1.
         """
-        masses = loops.masses.ready()(self.numbers(priorities), False)
+        masses = loops.masses.compiled()(self.numbers(priorities), False)
         largest, saturated = int(masses.max()), 0
         if largest > self.limit:
             largest, saturated = self.limit, int(np.count_nonzero(masses > self.limit))
@@ -61,7 +61,7 @@ class MassRule:
         of a compiler round otherwise.
         """
         x = np.empty(priorities.size)
-        loops.shifted.ready()(plain(priorities), self.eps, *self._bounds, x)
+        loops.shifted.compiled()(plain(priorities), self.eps, *self._bounds, x)
         np.log2(x, x)
         x *= self.alpha
         return np.exp2(x, x)
@@ -104,7 +104,7 @@ class OrderRule:
 
     def masses(self, priorities: np.ndarray) -> tuple[np.ndarray, int, int]:
         """The (B,) int64 codes of (B,) finite priorities, the largest of them, and 0: none is ever cut."""
-        codes = loops.masses.ready()(self.numbers(priorities), True)
+        codes = loops.masses.compiled()(self.numbers(priorities), True)
         return codes, int(codes.max()), 0
 
     def mass(self, priority: float) -> int:

@@ -31,7 +31,7 @@ def fanout_for(backend: Backend) -> int:
     return 16 if backend == "host" else 32
 
 
-def edge_for(backend: Backend) -> int:
+def extremes_block_for(backend: Backend) -> int:
     """Leaves of one block whose extremes are kept."""
     return fanout_for(backend) if backend == "host" else 128
 
@@ -41,9 +41,9 @@ def root_limit_for(backend: Backend) -> int:
     return ROOT_LIMIT if backend == "host" else fanout_for(backend)
 
 
-def level_sizes(slots: int, fanout: int, root_limit: int, edge: int) -> list[int]:
-    """Nodes of each level, leaves first, each padded to whole blocks; leaves also to whole blocks of `edge`."""
-    sizes = [-(-slots // edge) * edge]
+def level_sizes(slots: int, fanout: int, root_limit: int, extremes_block: int) -> list[int]:
+    """Nodes of each level, leaves first, each padded to whole blocks; leaves also to blocks of `extremes_block`."""
+    sizes = [-(-slots // extremes_block) * extremes_block]
     while sizes[-1] > root_limit:
         sizes.append(-(-(sizes[-1] // fanout) // fanout) * fanout)
     return sizes
@@ -52,8 +52,8 @@ def level_sizes(slots: int, fanout: int, root_limit: int, edge: int) -> list[int
 def tree_bytes(slots: int, backend: Backend, low: bool = False, high: bool = False, summed: bool = True) -> int:
     """Bytes that a tree over this many slots takes."""
     fanout = fanout_for(backend)
-    sizes = level_sizes(slots, fanout, root_limit_for(backend), edge_for(backend))[: None if summed else 1]
-    return 8 * (sum(sizes) + (low + high) * (sizes[0] // edge_for(backend)))
+    sizes = level_sizes(slots, fanout, root_limit_for(backend), extremes_block_for(backend))[: None if summed else 1]
+    return 8 * (sum(sizes) + (low + high) * (sizes[0] // extremes_block_for(backend)))
 
 
 class TreeArrays(NamedTuple):
@@ -63,7 +63,7 @@ class TreeArrays(NamedTuple):
     starts: np.ndarray
     low: np.ndarray
     high: np.ndarray
-    noted: np.ndarray
+    changed_slots: np.ndarray
 
 
 class MassTree:
@@ -87,8 +87,8 @@ class MassTree:
         self.slots = slots
         self.backend = backend
         self.fanout = fanout_for(backend)
-        self.edge = edge_for(backend)
-        sizes = level_sizes(slots, self.fanout, root_limit_for(backend), self.edge)[: None if summed else 1]
+        self.extremes_block = extremes_block_for(backend)
+        sizes = level_sizes(slots, self.fanout, root_limit_for(backend), self.extremes_block)[: None if summed else 1]
         host = backend == "host"
         if host:
             # all levels in one piece, for the compiled loops
@@ -97,7 +97,7 @@ class MassTree:
             self.levels = torch.from_numpy(flat).split(sizes)
         else:
             self.levels = tuple(torch.zeros(size, dtype=torch.int64, device=device) for size in sizes)
-        blocks = sizes[0] // self.edge
+        blocks = sizes[0] // self.extremes_block
         self.low = torch.full((blocks,), NO_MASS, dtype=torch.int64, device=device) if low else None
         self.high = torch.zeros(blocks, dtype=torch.int64, device=device) if high else None
         if host:
@@ -121,13 +121,13 @@ class MassTree:
 
     def total(self) -> int:
         """The exact total mass; on CUDA this waits for the device."""
-        return loops.total.ready()(*self.host[:2]) if self.backend == "host" else int(self.levels[-1].sum())
+        return loops.total.compiled()(*self.host[:2]) if self.backend == "host" else int(self.levels[-1].sum())
 
     def build(self) -> None:
         """Recompute all sums from the leaves; on a device one launch for every two levels above them."""
         if self.backend == "host":
-            self._note_all()
-            loops.build.ready()(*self.host[:4])
+            self._mark_all_changed()
+            loops.build.compiled()(*self.host[:4])
             return
         from gpu_replay.kernels.mass_tree import block_sums_kernel
 
@@ -143,7 +143,7 @@ class MassTree:
     def clear(self) -> None:
         """No slot has mass."""
         if self.backend == "host":
-            self._note_all()
+            self._mark_all_changed()
         for level in self.levels:
             level.zero_()
         if self.low is not None:
@@ -151,14 +151,14 @@ class MassTree:
         if self.high is not None:
             self.high.zero_()
 
-    def _note_all(self) -> None:
+    def _mark_all_changed(self) -> None:
         """Host: tell the order of ranks, where one is kept, that more slots have changed than can be noted."""
-        if self.host.noted.size:
-            self.host.noted[0] = self.host.noted.size
+        if self.host.changed_slots.size:
+            self.host.changed_slots[0] = self.host.changed_slots.size
 
     def lowest(self) -> int:
         """Host: the smallest mass that is not 0, or NO_MASS when there is none."""
-        return int(loops.lowest.ready()(self.host.flat, self.host.low))
+        return int(loops.lowest.compiled()(self.host.flat, self.host.low))
 
 
 def make_extreme(tree: MassTree, counters: Tensor, *, low: bool) -> Callable[[], None]:

@@ -84,14 +84,14 @@ class HostRanks:
     """The rank order of one buffer on the host, and draws from it.
 
     leaves:   (slots,) int64 order codes, 0 for slots that cannot be drawn. counters: of the buffer.
-    noted:    where `loops/tree.py` notes which codes have changed; which keys have, the counters say.
+    changed_slots:    where `loops/tree.py` notes which codes have changed; which keys have, the counters say.
     """
 
     def __init__(self, leaves: np.ndarray, counters: np.ndarray, alpha: float) -> None:
         slots = leaves.size
         self._leaves, self._counters = leaves, counters
         self._sums = cumulative_masses(slots, alpha)
-        self.noted = np.zeros(noted_slots(slots) + 1, dtype=np.int64)
+        self.changed_slots = np.zeros(noted_slots(slots) + 1, dtype=np.int64)
         blocks, width = _block_shape(slots)
         # unlike zeros, these may be in large pages of memory
         self._order = (
@@ -134,19 +134,19 @@ class HostRanks:
             listed = listed[self._allowed[listed] > 0]
         count = state.item(loops.RANKED) if listed is None else listed.size
         ranks, masses = np.empty((2, doubles.size), dtype=np.int64)
-        loops.draw.ready()(self._sums, count, doubles, stratified, ranks, masses)
+        loops.draw.compiled()(self._sums, count, doubles, stratified, ranks, masses)
         slots = self._located(ranks, added) if listed is None else listed[ranks]
-        self.noted[0], state[loops.SKIPPED], state[loops.ADDED] = 0, skipped, added
+        self.changed_slots[0], state[loops.SKIPPED], state[loops.ADDED] = 0, skipped, added
         total, before = self._sums.item(count - 1), self._sums.item(count - 2) if count > 1 else 0
         return RankedRows(slots, masses, total, total - before)
 
     def _changes(self, added: int, skipped: int) -> np.ndarray | None:
         """The slots whose code, key or exclusion changed since the last call; None if all may have changed."""
-        count, before = self.noted.item(0), self._state.item(loops.ADDED)
+        count, before = self.changed_slots.item(0), self._state.item(loops.ADDED)
         first = min(before - self._state.item(loops.SKIPPED), added - skipped)
-        if before < 0 or count + added - first >= self.noted.size:
+        if before < 0 or count + added - first >= self.changed_slots.size:
             return None
-        return np.concatenate((self.noted[1 : count + 1], np.arange(first, added) % self._leaves.size))
+        return np.concatenate((self.changed_slots[1 : count + 1], np.arange(first, added) % self._leaves.size))
 
     def _renew(self, changed: np.ndarray | None, added: int, skipped: int) -> None:
         """Bring the order up to date, without the newest `skipped` slots."""
@@ -156,15 +156,15 @@ class HostRanks:
             codes = self._leaves[slots]
             self._fill(slots[np.argsort(-codes, kind="stable")[: np.count_nonzero(codes)]], added)
         elif changed.size:
-            loops.remove.ready()(changed, *self._order)
-            insert, done = loops.insert.ready(), 0
+            loops.remove.compiled()(changed, *self._order)
+            insert, done = loops.insert.compiled(), 0
             while (done := insert(changed, done, added, skipped, self._leaves, *self._order)) < changed.size:
                 self._fill(self._list(added), added)
 
     def _located(self, ranks: np.ndarray, added: int) -> np.ndarray:
         """The (B,) slots that have these ranks, counted from 0."""
         slots = np.empty(ranks.size, dtype=np.int64)
-        loops.locate.ready()(ranks, added, slots, *self._order)
+        loops.locate.compiled()(ranks, added, slots, *self._order)
         return slots
 
     def _list(self, added: int) -> np.ndarray:

@@ -54,7 +54,7 @@ class HostSteps:
         rewards: np.ndarray,
         times_sampled: np.ndarray,
     ) -> None:
-        self._add = loops.add_steps.ready()
+        self._add = loops.add_steps.compiled()
         self._shape = shape = streams.shape
         self._counters, self._owner = counters, streams.owner.numpy()
         tree, ones = trees if trees[0] is not None else trees[::-1]
@@ -73,7 +73,7 @@ class HostSteps:
         places, moves = np.empty(rows, np.int32), np.empty((2, rows), np.int64)
         ring = self._owner, self._counters, shape.num_envs, shape.steps, shape.hindsight
         came = map(plain, (terminated, truncated, finals.place))
-        count = loops.plan_finals.ready()(*came, *ring, places, moves)
+        count = loops.plan_finals.compiled()(*came, *ring, places, moves)
         # of a row of the pool that is taken more than once the last one stays
         given, pool = moves[:, max(0, count - shape.finals) : count]
         return KeptFinals(places, given, pool) if count else NONE_KEPT

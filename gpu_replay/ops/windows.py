@@ -43,7 +43,7 @@ class HostWindows:
 
     def __init__(self, streams: Streams, rewards: np.ndarray, powers: np.ndarray, *, zero: bool) -> None:
         shape = streams.shape
-        self._stack, self._windows = shape.stack, loops.windows.ready()
+        self._stack, self._windows = shape.stack, loops.windows.compiled()
         flags, depth, final = (each.numpy() for each in (streams.flags, streams.depth, streams.final))
         self._ring = flags, depth, final, rewards, powers, shape.num_envs, shape.next_step, zero
 

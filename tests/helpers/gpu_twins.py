@@ -14,7 +14,7 @@ from torch import Tensor
 from twins import Twins
 
 from gpu_replay import Field, Hindsight, LinearSchedule, Proportional, ReplayBuffer, TrajectoryReplayBuffer
-from gpu_replay.graphs.cuda_graph import captured_into
+from gpu_replay.graphs.cuda_graph import capture_into
 
 FIELDS = {"x": Field((4,), torch.float32), "n": Field((), torch.int64)}
 NUMBER = {"n": FIELDS["n"]}
@@ -148,7 +148,7 @@ def graph_of(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with captured_into(graph, stream, torch.device("cuda", torch.cuda.current_device())):
+    with capture_into(graph, stream, torch.device("cuda", torch.cuda.current_device())):
         result = call()
     return graph, result
 

@@ -27,7 +27,7 @@ def check_sums(tree: MassTree) -> None:
         assert np.array_equal(above[: sums.size], sums)
         assert not above[sums.size :].any()
     assert not levels[0][tree.slots :].any()
-    blocks = levels[0].reshape(-1, tree.edge)
+    blocks = levels[0].reshape(-1, tree.extremes_block)
     extremes = {"low": np.where(blocks == 0, NO_MASS, blocks).min(axis=1), "high": blocks.max(axis=1)}
     for name, extreme in extremes.items():
         edge = getattr(tree, name)

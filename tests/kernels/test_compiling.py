@@ -25,7 +25,7 @@ import numpy as np, sys
 from gpu_replay.loops import tree
 nothing = np.zeros(0, dtype=np.int64)
 """
-PRINT = "loop = tree.lowest.ready()\nprint(loop(nothing, nothing))\n"
+PRINT = "loop = tree.lowest.compiled()\nprint(loop(nothing, nothing))\n"
 HITS = "print(sum(loop.stats.cache_hits.values()))\n"
 
 needs_numba = pytest.mark.skipif(compiler() is None, reason="Numba is not installed, or told not to compile")
@@ -107,7 +107,7 @@ raised = 0
 for delay in (0.02, 0.2, 1.0):
     try:
         signal.setitimer(signal.ITIMER_REAL, delay)
-        tree.update.ready()
+        tree.update.compiled()
         signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:
         raised += 1
@@ -133,9 +133,9 @@ def test_loops_as_python_do_what_compiled_ones_do() -> None:
     both = []
     masses = random.integers(0, 2**40, 300) * (random.random(300) < 0.7)
     doubles, keys, powers = random.random(40), random.integers(280, 700, 60), np.exp2(random.uniform(-25, 21, 60))
-    for ready in (lambda each: each.ready(), lambda each: each.function):
+    for ready in (lambda each: each.compiled(), lambda each: each.function):
         flat, low, high = np.zeros(352, np.int64), np.zeros(20, np.int64), np.zeros(20, np.int64)
-        noted, counters = np.zeros(31, np.int64), np.zeros(17, np.int64)
+        changed_slots, counters = np.zeros(31, np.int64), np.zeros(17, np.int64)
         flat[:300] = masses
         counters[Counter.FIRST], counters[Counter.ADDED] = 300, 600
         ready(tree.build)(flat, starts, low, high)
@@ -143,14 +143,14 @@ def test_loops_as_python_do_what_compiled_ones_do() -> None:
         known = flat, starts, low, doubles, True, True, 7, int(masses.sum()) - 9, int(masses.sum())
         ready(tree.draw)(*known, slots, probability, ratio)
         for ordered in (True, False):
-            settings = ordered, 2**40, 300, True, counters, flat, starts, low, high, noted
+            settings = ordered, 2**40, 300, True, counters, flat, starts, low, high, changed_slots
             ready(tree.update)(keys, powers.copy(), *settings)
         found = (
             ready(tree.lowest)(flat, low),
             ready(tree.mass_before)(flat, starts, 77),
         )
         both.append(
-            [each.tolist() for each in (flat, low, high, noted, counters, slots, probability, ratio)] + [*found]
+            [each.tolist() for each in (flat, low, high, changed_slots, counters, slots, probability, ratio)] + [*found]
         )
     assert both[0] == both[1]
 

@@ -45,7 +45,7 @@ def test_extremes_of_a_tree(slots: int, device: str, guards: Guards, monkeypatch
             tree.build()
         else:
             tree.masses[leaf] = mass
-            tree.low[leaf // tree.edge] = tree.high[leaf // tree.edge] = DIRTY
+            tree.low[leaf // tree.extremes_block] = tree.high[leaf // tree.extremes_block] = DIRTY
         expected = counters.clone()
         expected[Counter.LOWEST] = torch.where(tree.masses > 0, tree.masses, NO_MASS).min()
         expected[Counter.HIGHEST] = tree.masses.max()

@@ -91,7 +91,7 @@ class Ring:
             given = self.code() if code is None else code
             if given != self.codes[slot]:
                 self.codes[slot] = given
-                tree.note_range(nothing, nothing, self.order.noted, slot, slot + 1)
+                tree.mark_changed(nothing, nothing, self.order.changed_slots, slot, slot + 1)
 
     def add(self, count: int, code: int | None = None) -> None:
         """New keys, some of which may push out others that were new."""
