@@ -6,8 +6,8 @@ A tree is four arrays of int64: `flat`, all levels end to end, leaves first, eac
 `starts`, where each level begins and where the last one ends; `low` and `high`, the smallest and largest mass of each
 block of leaves, DIRTY where it must be found again, or nothing where they are not kept.
 
-`changed_slots` lists them for an order of ranks: first a count, then that many slots. If the count exceeds the room, the
-slots mean nothing. It is empty if no order is kept.
+`changed_slots` lists them for an order of ranks: first a count, then that many slots. If the count exceeds the room,
+the slots mean nothing. It is empty if no order is kept.
 """
 
 from __future__ import annotations

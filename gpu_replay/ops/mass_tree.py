@@ -116,7 +116,7 @@ class MassTree:
     @property
     def nbytes(self) -> int:
         """Bytes of all levels and extremes."""
-        extremes = [edge for edge in (self.low, self.high) if edge is not None]
+        extremes = [each for each in (self.low, self.high) if each is not None]
         return sum(tensor.nbytes for tensor in (*self.levels, *extremes))
 
     def total(self) -> int:

@@ -83,8 +83,8 @@ def host_ranks_bytes(slots: int) -> int:
 class HostRanks:
     """The rank order of one buffer on the host, and draws from it.
 
-    leaves:   (slots,) int64 order codes, 0 for slots that cannot be drawn. counters: of the buffer.
-    changed_slots:    where `loops/tree.py` notes which codes have changed; which keys have, the counters say.
+    leaves: (slots,) int64 order codes, 0 for slots that cannot be drawn. counters: of the buffer.
+    changed_slots: where `loops/tree.py` notes which codes have changed; which keys have, the counters say.
     """
 
     def __init__(self, leaves: np.ndarray, counters: np.ndarray, alpha: float) -> None:
