@@ -105,7 +105,7 @@ def frame_gather(inputs: Inputs) -> Implementation:
     buffer = inputs.frame_buffer
     storage, counters = cast(TrajectoryStorage, buffer._storage), buffer._counters
     powers = torch.from_numpy(powers_of(GAMMA, N_STEP)).to(inputs.device)
-    windows = per_arguments(lambda batch: make_gather_windows(storage, batch, powers, counters, shifted=False))
+    windows = per_arguments(lambda batch: make_gather_windows(storage, batch, powers, counters))
 
     def gather(slots: Tensor) -> dict[str, Tensor]:
         if buffer._backend == "host":

@@ -58,23 +58,11 @@ class TrajectoryDeviceEngine:
         streams, stores, fields, counters = storage.streams, storage.tensors, storage.fields, sampling.counters
         self._new_keys = allocator((self._shape.num_envs,), torch.int64, sampling.device)
         # by the dtype of priorities, and whether final observations come with the step
-        self._steps = per_arguments(
-            lambda own, with_final: make_add_step(
-                stores,
-                fields,
-                streams,
-                sampling.masses,
-                sampling.state.eligible_tree,
-                counters,
-                storage.times_sampled,
-                storage.finals if with_final else {},
-                sampling.initial_counter,
-            )
-        )
+        new = partial(make_add_step, stores, fields, streams, sampling.masses, sampling.state.eligible_tree, counters)
+        sampled, initial = storage.times_sampled, sampling.initial_counter
+        self._steps = per_arguments(lambda own, final: new(sampled, storage.finals if final else {}, initial))
         # windows to read, by their number
-        self._windows = per_arguments(
-            lambda batch: make_gather_windows(storage, batch, powers, counters, shifted=False)
-        )
+        self._windows = per_arguments(lambda batch: make_gather_windows(storage, batch, powers, counters))
         # single steps, by their number
         self._rows = per_arguments(lambda rows: make_gather(stores, fields, rows, counters))
         shifted, relabel, num_envs = storage.random_shift > 0, storage.relabel, self._shape.num_envs
@@ -179,33 +167,21 @@ class TrajectoryDeviceEngine:
 
         Values go to the device piece by piece. An interrupt leaves the steps before it.
         """
-        sampling, envs, together = self.sampling, self._shape.num_envs, max(1, _TOGETHER // self._shape.num_envs)
+        move, device, envs = self.sampling.moved, self.sampling.device, self._shape.num_envs
+        together = max(1, _TOGETHER // envs)
         place = np.full(len(keys), -1) if finals is None else finals.place
         given = {} if finals is None else {name: torch.as_tensor(rows) for name, rows in finals.rows.items()}
         flags = torch.from_numpy(np.stack((terminated, truncated)))
-        with sampling.order:
+        with self.sampling.order:
             for begin in range(0, len(keys), together):
                 some = slice(begin, begin + together)
-                pieces = {
-                    name: sampling.moved(as_tensor(name, value[some], sampling.device))
-                    for name, value in values.items()
-                }
-                ended, own = (
-                    sampling.moved(flags[:, some]),
-                    None if priorities is None else sampling.moved(priorities[some]),
-                )
+                pieces = {name: move(as_tensor(name, value[some], device)) for name, value in values.items()}
+                ended, own = move(flags[:, some]), None if priorities is None else move(priorities[some])
                 for step in range(ended.shape[1]):
                     row = slice(int(place[begin + step]) * envs, (int(place[begin + step]) + 1) * envs)
                     known = {name: rows[row] for name, rows in given.items()} if place[begin + step] >= 0 else None
-                    terminated_now, truncated_now = ended[:, step]
-                    self.add_step(
-                        {name: piece[step] for name, piece in pieces.items()},
-                        terminated_now,
-                        truncated_now,
-                        None if own is None else own[step],
-                        known,
-                        False,
-                    )
+                    now = {name: piece[step] for name, piece in pieces.items()}
+                    self.add_step(now, ended[0, step], ended[1, step], None if own is None else own[step], known, False)
         return keys
 
     def break_streams(self, envs: Tensor) -> None:

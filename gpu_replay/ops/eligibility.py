@@ -202,9 +202,8 @@ def make_add_step(
     final_names = tuple(pools)
     final_layout, keeping = moved_rows(tuple(fields[name] for name in final_names), shape.num_envs, interpreted)
     stepping = -(-shape.num_envs // envs)
-    find_highest = (
-        make_extreme(masses.tree, counters, low=False) if masses and initial_counter == Counter.HIGHEST else None
-    )
+    looked_up = masses.tree if masses and initial_counter == Counter.HIGHEST else None
+    find_highest = None if looked_up is None else make_extreme(looked_up, counters, low=False)
     launch = Launch(
         add_step_kernel,
         stepping + moving + keeping,

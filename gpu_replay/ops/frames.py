@@ -153,7 +153,7 @@ class StepStore(Protocol):
 
 
 def make_gather_windows(
-    storage: StepStore, batch: int, powers: Tensor, counters: Tensor, finish: Finish = READ, *, shifted: bool
+    storage: StepStore, batch: int, powers: Tensor, counters: Tensor, finish: Finish = READ, *, shifted: bool = False
 ) -> Gather:
     """Device: all that a batch holds of the eligible starts in (B,) slots; one launch a call. With `finish` it also
     ends their sample.
