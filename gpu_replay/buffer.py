@@ -104,9 +104,9 @@ class ReplayBuffer(Buffer):
         fields:   every field of the buffer, `[m, *shape]`, m >= 1: NumPy arrays, CPU tensors or tensors on the buffer's
                   device. `m` may differ between calls and may exceed the capacity: the last ones stay. A dictionary,
                   nested too, is the same as dotted names: `obs={"image": x}` is the field `obs.image`.
-        priority: (m,) absolute TD errors or other non-negative numbers (the sign is dropped); one of 0 counts as the
-                  smallest mass, 2^-20, as in `update_priorities`. Without it new transitions enter with the priority
-                  that the sampler's `initial` says.
+        priority: (m,) absolute TD errors or other non-negative numbers (the sign is dropped). A mass is never below
+                  one unit, 2^-20: a priority of 0 with `eps=0` counts as that. Without it new transitions enter with
+                  the priority that the sampler's `initial` says.
 
         Raises KeyError for a missing or unknown field, ValueError for a wrong shape, device or a value out of range,
         TypeError for a dtype that would lose values. Nothing is stored by a call that raises; an interrupt

@@ -223,8 +223,9 @@ class TrajectoryReplayBuffer(Buffer):
                    CPU tensors or tensors on the buffer's device. `obs` is the newest frame, in which `action` was
                    chosen; reward and flags are what the environment gave back for it. A dictionary, nested too, is the
                    same as dotted names: `obs={"image": x}` is the field `obs.image`.
-        priority:  (E,) absolute TD errors or other non-negative numbers (the sign is dropped); one of 0 counts as the
-                   smallest mass, 2^-20, as in `update_priorities`. Each counts when its start becomes eligible.
+        priority:  (E,) absolute TD errors or other non-negative numbers (the sign is dropped); each counts when its
+                   start becomes eligible. A mass is never below one unit, 2^-20: a priority of 0 with `eps=0` counts
+                   as that.
         final_obs: `[E, *shape]` last observations of the episodes that ended with this step; rows of environments that
                    did not end are not read. Of several observation fields a dictionary of them (or `final_obs.NAME`).
                    Also `info.get("final_obs")` as Gymnasium gives it: an object array of observations, None where

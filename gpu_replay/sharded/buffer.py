@@ -273,7 +273,7 @@ class ShardedReplayBuffer:
 
         keys:       (m,) int64 as `batch.key`; `m` may differ between ranks, and be 0. Keys that are no longer live are
                     ignored, and counted by the rank that stored them.
-        priorities: (m,), as in `ReplayBuffer.update_priorities`.
+        priorities: (m,) absolute TD errors or other non-negative numbers, as in `ReplayBuffer.update_priorities`.
 
         If a key appears twice, its last priority counts; between ranks that of the higher rank. If the arguments of one
         rank are invalid, all ranks raise as `ReplayBuffer.update_priorities` and nothing is changed.

@@ -7,7 +7,6 @@ change, and `ENVIRONMENTS` what single ones do. The command line derives one fla
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import NoneType
@@ -144,9 +143,13 @@ def _wanted(value: Any, kind: Any, low: float | None, high: float | None) -> str
     # an int also counts as a float, but a bool does not count as an int
     if type(value) is not kind and (type(value), kind) != (int, float):
         return f"of type {kind.__name__}"
-    if kind is bool or (math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high)):
+    # what counters and schedules can hold
+    limit = 10**15 if kind is int else 1e100
+    if kind is bool or (-limit if low is None else low) <= value <= (limit if high is None else high):
         return ""
-    return "finite" if low is None else f"at least {low}" if high is None else f"from {low:,} to {high:,}"
+    if high is not None:
+        return f"from {low:,} to {high:,}"
+    return f"at least {low}" if low is not None and value < low else f"finite and no larger than {limit:.0e}"
 
 
 # what each family changes, and why
