@@ -22,14 +22,15 @@ Add = Callable[[Mapping[str, Tensor], Tensor | None, Tensor, bool], None]
 
 
 class DeviceMasses:
-    """Arguments of the mass kernels besides the tree: the numbers of the rule and, for updates, one stamp per slot."""
+    """Arguments of the mass kernels: a tree, the numbers of its rule and, for updates, one stamp per slot."""
 
     def __init__(self, tree: MassTree, rule: Rule, initial: int) -> None:
         device = tree.levels[0].device
         self.tree = tree
+        masses = torch.tensor([initial, rule.limit], dtype=torch.int64, device=device)
         numbers = torch.tensor([rule.alpha, rule.eps, rule.clip], dtype=torch.float64, device=device)
         # order codes are made without numbers
-        self.rule = torch.tensor([initial, rule.limit], device=device), *(() if rule.ordered else (numbers,))
+        self.rule = (masses,) if rule.ordered else (masses, numbers)
         self.stamps = torch.full((tree.slots,), -1, dtype=torch.int32, device=device)
 
     @property

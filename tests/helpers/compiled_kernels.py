@@ -2,7 +2,7 @@
 
 By default every kernel is compiled for one target; `--full` adds more cases, and a part of them for the other targets.
 `test_kernels_compile.py` runs this file in a process of its own. What a kernel takes is compared with
-`kernel_resources.json`; `PYTHONPATH=. python tests/helpers/kernel_cases.py` writes that file anew.
+`kernel_resources.json`, which has a table for each of two versions of Triton: see `kernel_cases.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from kernel_cases import (
     cases,
     chosen,
     compiled,
-    compiler,
     measured,
     read_table,
 )
@@ -35,7 +34,7 @@ SHARED_MORE = 2048
 # of 255 that a thread can have: with 128 threads a block, four blocks fit
 MOST_REGISTERS = 128
 MOST_SHARED = 16384
-# bytes of one kernel that triton 3.4 spills, and of another 3.6; 3.7 and 3.9 spill nothing
+# bytes of one kernel that triton 3.4 spills; those that have a table spill nothing
 SPILLED_ELSEWHERE = 16
 
 
@@ -54,16 +53,16 @@ def test_nothing_spills_and_no_kernel_takes_much_more_than_it_did(target: str, f
     found = {case: measured(case, target) for case in chosen(target, full)}
     assert len(found) >= 15
     wrong = {}
-    version, tables = read_table()
+    # a compiler without a table is held to the bounds alone
+    table = read_table()
     for case, now in found.items():
-        before = tables[target][case]
-        # another version of the compiler is held to the bounds alone
-        same = version == compiler()
-        spills = now.spilled > (0 if same else SPILLED_ELSEWHERE)
+        spills = now.spilled > (0 if table else SPILLED_ELSEWHERE)
         if spills or now.registers > MOST_REGISTERS or now.shared > MOST_SHARED:
             wrong[case] = f"{now} is too much"
-        elif same and (now.registers > before.registers * REGISTERS_MORE or now.shared > before.shared + SHARED_MORE):
-            wrong[case] = f"{before} became {now}"
+        elif table:
+            before = table[target][case]
+            if now.registers > before.registers * REGISTERS_MORE or now.shared > before.shared + SHARED_MORE:
+                wrong[case] = f"{before} became {now}"
     assert wrong == {}, "if that is meant: PYTHONPATH=. python tests/helpers/kernel_cases.py"
 
 
@@ -80,15 +79,15 @@ def atomics_of(ptx: str) -> list[tuple[str, str, str]]:
     return [(each[1], each[2], each[3]) for each in parts if each]
 
 
-# kernels whose last program changes the counters; a gather does where it makes weights, a draw where it is uniform
-TICKETED = ("add_kernel", "add_step_kernel", "arrange_kernel", "choose_goals_kernel")
+# kernels whose last program does something for all; a gather does where it finishes a sample
+TICKETED = ("add_kernel", "add_step_kernel", "arrange_kernel", "find_extreme_kernel")
 
 
 def takes_tickets(launch: Launch) -> bool:
     """Whether the programs of a launch count themselves."""
     if launch.name in ("gather_kernel", "gather_windows_kernel"):
         return bool(launch.constants["DRAWS"] > 0)
-    return launch.name in TICKETED or launch.constants.get("BY") == "uniform"
+    return launch.name in TICKETED
 
 
 def test_every_atomic_is_of_integers_and_relaxed_but_for_the_ticket(full: bool) -> None:
@@ -113,7 +112,7 @@ def test_every_atomic_is_of_integers_and_relaxed_but_for_the_ticket(full: bool) 
     # the test saw all kinds of them, in all kernels that have any
     assert tickets >= 8
     ticketed = {launch.name for launch in cases(False).values() if takes_tickets(launch)}
-    assert len(ticketed) >= 7
+    assert len(ticketed) == 6
     assert ticketed <= {cases(True)[case].name for case in some}
     assert kinds == COUNTS | SUMS
 
@@ -125,14 +124,18 @@ def test_whole_words_are_moved_as_such(full: bool) -> None:
             # fields that differ in nothing but their scale are written by the same code
             case = f"{kernel}: {name}, latest: {call}"
             if case in cases(False):
-                ptx = text_of(case, MAIN_TARGET)
-                loads = re.findall(r"ld\.global\.(\S+)", ptx)
-                stores = re.findall(r"st\.global\.(\S+)", ptx)
-                # beside the values: counters and slots, 8 bytes each
-                assert set(loads) <= {"v4.b32", "v2.b64", "b64"}, case
-                assert {"v4.b32", "v2.b64"} & set(loads), case
-                assert set(stores) <= {"v4.b32", "v2.b64"}, case
-                assert stores, case
+                launch = cases(False)[case]
+                # without the end of a sample, which has other numbers
+                constants = launch.constants | ({"DRAWS": 0} if call == "sample" else {})
+                ptx = compile_for(replace(launch, constants=constants), MAIN_TARGET).asm["ptx"]
+                kinds = [re.findall(rf"{way}\.global\.(\S+)", ptx) for way in ("ld", "st")]
+                loads, stores = ([kind for kind in each if kind in ("v4.b32", "v2.b64")] for each in kinds)
+                assert loads, case
+                # beside the values: counters and slots, 8 bytes each; an add stores keys and counts
+                assert set(kinds[0]) <= {*loads, "b64"}, case
+                assert set(kinds[1]) <= {*stores, *(("b64", "b32") if call == "add" else ())}, case
+                # what is added is not converted
+                assert len(stores) == len(loads) if call == "add" else stores, case
                 looked_at += 1
     assert looked_at >= (10 if full else 4)
 
@@ -155,12 +158,6 @@ def test_frames_of_stacks_are_moved_in_whole_words(full: bool) -> None:
             assert wide["st"] == stores, case
             if "random_shift" not in settings:
                 assert wide["ld"] == loads * places, case
-
-
-def test_sums_of_other_blocks_are_read_past_a_cache_that_nobody_tells() -> None:
-    (name,) = (case for case in cases(True) if case.startswith("scan_kernel: prefix sum: of 100003"))
-    # both words of a sum
-    assert len(re.findall(r"ld\.volatile\.global", text_of(name, MAIN_TARGET))) == 2
 
 
 def test_a_sum_of_rewards_is_rounded_as_on_the_host(full: bool) -> None:

@@ -2,13 +2,17 @@
 
     PYTHONPATH=. python tests/helpers/kernel_cases.py
 
-writes anew what every kernel takes on every target, `tests/kernel_resources.json`, after a change that is meant to
-change it.
+writes anew what every kernel takes on every target, `kernel_resources.json`, after a change that is meant to change it:
+the table of the Triton that is installed. There is one more, of the Triton of the GPU machine:
+
+    pip install --no-deps --target FOLDER triton==3.6.0
+    PYTHONPATH=FOLDER:. python tests/helpers/kernel_cases.py
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
@@ -240,20 +244,25 @@ def measured(case: str, target: str) -> Resources:
 
 
 def write_table(targets: Iterable[str]) -> None:
-    """Compile everything for these targets and write the registers and the bytes of shared memory that it takes."""
-    parts = [f'  "triton": "{compiler()}"']
-    for target in targets:
-        taken = {case: measured(case, target) for case in chosen(target, True)}
-        lines = [f"    {json.dumps(case)}: [{each.registers}, {each.shared}]" for case, each in taken.items()]
-        parts.append(f"  {json.dumps(target)}: {{\n" + ",\n".join(lines) + "\n  }")
-    TABLE.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    """Compile everything for these targets, and write the registers and the bytes of shared memory that it takes into
+    this compiler's table.
+    """
+    tables = json.loads(TABLE.read_text())
+    tables[compiler()] = {
+        target: {
+            case: [each.registers, each.shared] for case in chosen(target, True) if (each := measured(case, target))
+        }
+        for target in targets
+    }
+    text = json.dumps(tables, indent=1, sort_keys=False)
+    # the two numbers of a case in its line
+    TABLE.write_text(re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", text) + "\n")
 
 
-def read_table() -> tuple[str, dict[str, dict[str, Resources]]]:
-    """The compiler that the table was written with, and what the kernels took, by target and case; nothing spilled."""
-    table = json.loads(TABLE.read_text())
-    version = table.pop("triton")
-    return version, {
+def read_table() -> dict[str, dict[str, Resources]] | None:
+    """What the kernels took, by target and case, if this compiler has a table; nothing spilled."""
+    table = json.loads(TABLE.read_text()).get(compiler())
+    return table and {
         target: {case: Resources(registers, 0, shared) for case, (registers, shared) in entries.items()}
         for target, entries in table.items()
     }
