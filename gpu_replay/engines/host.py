@@ -94,7 +94,8 @@ class HostEngine:
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Sample `batch` transitions: fields, key, probability and weight."""
-        return self.sample_unfinished(batch, beta)[2]()
+        drawn = self.sampling.draw(batch, beta)
+        return self.sampling.finish(self._rows_at(drawn.slots), drawn)
 
     def sample_unfinished(
         self, batch: int, beta: float | None

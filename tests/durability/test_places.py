@@ -154,7 +154,9 @@ def test_a_tilde_is_the_home_folder_wherever_a_path_is_taken(
     del buffer
     # libraries keep what they cache there
     found = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
-    assert found == {"here", "saves", "buffer.png", "inspected.png"}
+    assert found == {"here", "saves", "buffer.png", "inspected.png", "ring"}
+    # its file has no name
+    assert list((tmp_path / "ring").iterdir()) == []
     assert {path.name for path in (tmp_path / "saves").iterdir()} == {"c", "c.png"}
     assert list((tmp_path / "here").iterdir()) == []
 
