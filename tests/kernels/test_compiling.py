@@ -159,7 +159,7 @@ def test_loops_as_python_do_what_compiled_ones_do() -> None:
 def test_an_interrupt_leaves_no_thread_behind() -> None:
     def work() -> int:
         def ready() -> None:
-            compiling.Loop(lambda: None, (), {}).ready()
+            compiling.Loop(lambda: None, (), {}).compiled()
 
         # what takes no time is compiled as often as there are places
         with mock.patch.object(compiling, "compiler", return_value=None):

@@ -328,7 +328,12 @@ def test_a_replayed_draw_of_what_is_gone_stays_inside(device: str, guards: Guard
     generator = np.random.default_rng(0)
     buffer = with_goals(device, 3, 6, relabel=hindsight(), autoreset="same_step").tested
     streams, slots = buffer._streams.streams, buffer.capacity
-    limits = {"depth": (0, 2**31 - 1), "spans": (-1, 2**31 - 1), "parted": (-1, 2**31 - 1), "flags": (0, 32)}
+    limits = {
+        "depth": (0, 2**31 - 1),
+        "episode_length": (-1, 2**31 - 1),
+        "clipped_length": (-1, 2**31 - 1),
+        "flags": (0, 32),
+    }
     limits["final"] = (0, 2**31 - 1)
     for added, strategy in ((0, "future"), (18, "final"), (33, "episode")):
         buffer._counters[Counter.ADDED] = buffer._counters[Counter.FIRST] = added

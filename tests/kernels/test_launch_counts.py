@@ -320,13 +320,13 @@ MOST_CALLS = {"add": 17, "sample": 18, "update": 9}
 
 
 @pytest.mark.usefixtures("a_driver")
-def test_a_call_runs_few_python_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_runs_few_python_functions() -> None:
     # what is launched a second time goes straight to this, which is no Python function
     compiled = SimpleNamespace(packed_metadata=(), function=0, run=partial(max, key=id))
     found = {}
-    with recorded():
-        monkeypatch.setattr(kernel_class(), "run", lambda *arguments, **named: compiled)
-        monkeypatch.setattr(launching, "EMPTY_STRIDED", {"cpu": torch._C._dynamo.guards._empty_strided_cpu})
+    with recorded(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_class(), "run", lambda *arguments, **named: compiled)
+        patch.setattr(launching, "EMPTY_STRIDED", {"cpu": torch._C._dynamo.guards._empty_strided_cpu})
         buffer = made(5_000, CLASSIC, Proportional())
         given, keys, priorities = rows_of(buffer, 8), torch.arange(256), torch.ones(256)
         calls = {

@@ -115,7 +115,7 @@ class Ring:
         self._check(self.order, self.codes, skipped)
         if self.random.random() < 0.2:
             some = np.where(np.array(self.random.choices((True, False), k=self.slots)), self.codes, 0)
-            self._check(self.order.restricted_to(some), some, skipped)
+            self._check(self.order.restricted(some), some, skipped)
 
     def _check(self, order: HostRanks, codes: np.ndarray, skipped: int) -> None:
         oldest = [(self.added + number) % self.slots for number in range(self.slots - skipped)]
