@@ -234,7 +234,11 @@ def device_rows(
     fields: dict[str, Any], checks: Checks, rows: int | None, device: torch.device
 ) -> tuple[dict[str, Tensor], int, bool]:
     """As `host_rows`, tensors for an engine on a device; also whether a kernel can read all of them as they are."""
-    sides: tuple[int, ...] = getattr(fields[checks[0][0]], "shape", ())
+    try:
+        sides = getattr(fields[checks[0][0]], "shape", ())
+    except RuntimeError:
+        # a nested tensor has none, and is refused below
+        sides = ()
     count = rows if rows is not None else sides[0] if len(sides) else 0
     if are_ready(fields, [(name, field.dtype, (count, *shape)) for name, field, _, shape in checks], device):
         return fields, count, True
