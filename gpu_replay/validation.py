@@ -235,7 +235,7 @@ def device_rows(
 ) -> tuple[dict[str, Tensor], int, bool]:
     """As `host_rows`, tensors for an engine on a device; also whether a kernel can read all of them as they are."""
     try:
-        sides = getattr(fields[checks[0][0]], "shape", ())
+        sides: tuple[int, ...] = getattr(fields[checks[0][0]], "shape", ())
     except RuntimeError:
         # a nested tensor has none, and is refused below
         sides = ()

@@ -146,7 +146,7 @@ def memory(buffer: Any) -> dict[str, torch.Tensor]:
     found["counters"] = buffer._counters.clone()
     # what was looked up for an `add` that did not follow
     found["counters"][Counter.HIGHEST] = 0
-    if hasattr(masses := getattr(buffer._sampling, "masses", None), "stamps"):
+    if buffer._state.tree is not None and hasattr(masses := buffer._sampling.masses, "stamps"):
         found["stamps"] = masses.stamps.clone()
     return found
 
