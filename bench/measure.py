@@ -55,8 +55,8 @@ class Plan:
     seconds: seconds of recorded calls, as estimated from the warm-up.
     fewest:  minimum number of repetitions, however long they take.
     most:    maximum number of repetitions.
-    flush:   bytes overwritten before every repetition, to empty the caches; 0 leaves the caches as earlier calls left
-             them, as in a training loop.
+    flush:   bytes overwritten, then read, before every repetition, to empty the caches; 0 leaves the caches as earlier
+             calls left them, as in a training loop.
     """
 
     warmup: float = 0.15
@@ -121,12 +121,13 @@ def measure(call: Call, *, prepare: Call, plan: Plan, device: torch.device, call
     """
     clock, scratch = clock_for(device), None
     if plan.flush:
-        scratch = torch.empty(plan.flush, dtype=torch.uint8, device=device)
+        scratch = torch.empty(plan.flush // 8, dtype=torch.int64, device=device)
 
     def ready() -> None:
         prepare()
         if scratch is not None:
-            scratch.zero_()
+            # a read last: nothing that was written waits in a cache to be written back during the call
+            scratch.zero_().sum()
 
     warmup, spent, whole = 0, 0, 0.0
     budget = time.perf_counter() + plan.warmup

@@ -73,8 +73,8 @@ class Record:
     copy_share:     bytes / median time / copy_bandwidth; None where the unit is not a time.
     seconds:        of all recorded calls together, where the suite reports it.
     quick:          made with few repetitions, not to be quoted.
-    flush:          bytes overwritten before each repetition to flush the caches, outside the measured time; 0 for
-                    caches as the previous calls left them.
+    flush:          bytes overwritten and read before each repetition to flush the caches, outside the measured time; 0
+                    for caches as the previous calls left them.
     timing:         "host" for the host's clock, "events" for CUDA events around each call, "graph" for events around a
                     replayed CUDA graph of calls.
     """

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,6 +142,34 @@ def test_a_table_states_its_conditions_and_machines_do_not_share_one() -> None:
     assert ("Test CPU (2 cores, 1 thread)" in first, first.count("| case"), "QUICK RUN" in first) == (True, 2, False)
     assert "QUICK RUN" in second
     assert text.endswith("Reproduce: `gpu-replay bench cpu`.")
+
+
+def test_a_cold_call_too_small_for_a_share_tells_the_floor() -> None:
+    cold: dict[str, Any] = {
+        "suite": "kernels",
+        "environment": GPU,
+        "timing": "graph",
+        "flush": 4096,
+        "copy_bandwidth": 1e12,
+    }
+
+    def measured(batch: int, median: float, name: str = "gpu_replay", **more: Any) -> Record:
+        return record(f"frame-gather/N=1M/B={batch}", median, name, **{**cold, "bytes": batch * 10**5, **more})
+
+    # 6 microseconds, and 1 for every million bytes: a call of 12 million is at most two thirds of it
+    ours = [measured(32, 10.0), measured(33, 9.0, flush=0), measured(119, 18.0), measured(121, 18.5)]
+    others = [measured(batch, 6 + batch / 10, "index_select") for batch in (32, 121, 4096)]
+    assert report.cold_floor(others) == pytest.approx(6.0)
+    rows = report.kernels_table([*ours, *others]).splitlines()[2:]
+    shares = [row.split("|")[-2].strip() for row in rows]
+    assert shares == ["floor 6.0 µs", "25.0%", "floor 6.0 µs", "25.0%"]
+    # the short table has one batch, and the same floor
+    text = report.section("gpu-in-short", [measured(256, 9.0, bytes=10**6), *others])
+    assert text.count("floor 6.0 µs") == 1
+    # events around calls include other waits, and without two sizes of the gather nothing is known
+    alone = [each for each in others if each.batch == 32]
+    assert report.cold_floor([*alone, measured(256, 9.0, "index_select", timing="events")]) is None
+    assert "floor" not in report.kernels_table([*ours, *alone])
 
 
 DOCUMENT = "# T\n\n<!-- bench:cpu -->\nold\n<!-- /bench:cpu -->\n\ntext\n\n<!-- bench:gpu --><!-- /bench:gpu -->\nend\n"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from bench_records import GPU, Capture, Patch
 from fake_cuda import FakeCuda
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_replay.bench import measure as timing
 from gpu_replay.bench.measure import CALLS_PER_GRAPH, Plan, Run, Timing, captured, flush_bytes
@@ -82,6 +83,25 @@ def test_a_flush_is_twice_the_last_cache(monkeypatch: Patch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50 * 2**20))
     assert flush_bytes(CUDA) == 100 * 2**20
     assert flush_bytes(CPU) >= 2**16
+
+
+def test_a_flush_ends_with_a_read_so_that_nothing_is_written_back_during_the_call() -> None:
+    log: list[str] = []
+
+    class Logged(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            log.append(func.overloadpacket.__name__)
+            assert log[-1] == "empty" or args[0].nbytes == 4096
+            return func(*args, **(kwargs or {}))
+
+    with Logged():
+        timing.measure(
+            lambda: log.append("call"),
+            prepare=lambda: log.append("prepare"),
+            plan=Plan(0, 0, fewest=2, most=2, flush=4096),
+            device=CPU,
+        )
+    assert log == ["empty"] + ["prepare", "zero_", "sum", "call"] * 3
 
 
 def test_several_implementations_are_interleaved(monkeypatch: Patch) -> None:
