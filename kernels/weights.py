@@ -24,12 +24,6 @@ def finish(sample, counted, counters_ptr, program, batch, minima, blocks_drawn, 
         live = draw < batch
         # before the barrier, as all that the last program changes
         step, block = tl.load(counters_ptr + STEP), tl.load(counters_ptr + RANDOM)
-        exponent = tl.full([], 0.0, tl.float64) + beta
-        if len(counted) > 1:
-            schedule_ptr = counted[1]
-            steps = tl.load(schedule_ptr + 2)
-            done = tl.minimum(step.to(tl.float64), steps)
-            exponent = tl.load(schedule_ptr) + tl.load(schedule_ptr + 1) * done / steps
         smallest = tl.full([DRAWS], NO_MASS, tl.int64)
         for begin in range(0, minima, DRAWS):
             place = begin + tl.arange(0, DRAWS)
@@ -39,6 +33,12 @@ def finish(sample, counted, counters_ptr, program, batch, minima, blocks_drawn, 
         mass = tl.load(masses_ptr + draw, mask=live, other=0)
         drawn = mass > 0
         ratio = tl.where(drawn, lowest / tl.where(drawn, mass, 1).to(tl.float64), 1.0)
+        exponent = tl.full([], 0.0, tl.float64) + beta
+        if len(counted) > 1:
+            schedule_ptr = counted[1]
+            steps = tl.load(schedule_ptr + 2)
+            done = tl.minimum(step.to(tl.float64), steps)
+            exponent = tl.load(schedule_ptr) + tl.load(schedule_ptr + 1) * done / steps
         weight = tl.exp2(tl.log2(ratio) * exponent)
         tl.store(weights_ptr + draw, weight.to(tl.float32), mask=live)
         slot = tl.load(slots_ptr + draw, mask=live, other=0)

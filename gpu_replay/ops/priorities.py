@@ -45,8 +45,8 @@ class DeviceMasses:
 
 
 def blocks_per_program(rows: int, fanout: int, interpreted: bool) -> int:
-    """Blocks of `fanout` slots of one program that inserts; as many as hold the rows under the interpreter."""
-    return min(1024, 1 << (-(-rows // fanout)).bit_length()) if interpreted else 1024 // fanout
+    """Blocks of `fanout` slots of one program that inserts, four slots a thread; when interpreted, of all the rows."""
+    return min(1024, 1 << (-(-rows // fanout)).bit_length()) if interpreted else 512 // fanout
 
 
 def keys_together(batch: int, interpreted: bool) -> int:
