@@ -20,7 +20,7 @@ from gpu_replay.console.progress import Progress
 from . import checkpoint, kernels, operations, peers_suite, plots, records, report, scale, storage, subjects
 from .measure import How, Part, Plan, Run, copy_bandwidth
 from .operations import OURS, Case, chosen
-from .peers import PEERS, available, peer_versions
+from .peers import PEERS, available, names_on, peer_versions
 from .records import CannotMeasure, DeviceLost, Record, default_file, read, recorded_files, write
 from .sharded import parts as sharded_parts
 from .subjects import CPU
@@ -31,6 +31,8 @@ QUICK_BATCHES = (32, 256)
 QUICK_STEPS = 100
 # a kernel that takes a second is called a few times, one that takes a microsecond thousands of times
 KERNELS = Plan(warmup=0.03, seconds=0.2, fewest=6, most=5000)
+# libraries on the host take seconds for the largest batches of frames
+PEERS_ON_GPU = Plan(warmup=0.02, seconds=0.2, fewest=3, most=2000)
 # a step of Atari agents: environments, steps of each in the ring, transitions learned from
 ATARI_ENVS, ATARI_STEPS, ATARI_BATCH = 128, 8_000, 512
 # the exit code for a device that is lost
@@ -89,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         add("--missing", action="store_true", help="only cases that --output does not hold yet")
         if name == "peers":
             add("--peer", action="append", choices=sorted(PEERS), help="only this one; repeatable")
-            add("--device", choices=("cpu", "cuda"), default="cpu", help="where rows are stored")
+            add("--device", choices=("cpu", "cuda"), default="cpu", help="where batches are wanted")
         if name == "kernels":
             add("--device", choices=("cpu", "cuda"), help="default: cuda if available")
         if name in ("gpu", "kernels"):
@@ -149,13 +151,18 @@ def _kernels(options: argparse.Namespace) -> Work:
 
 def _peers(options: argparse.Namespace) -> Work:
     device = _device("peers --device cuda", options.device)
-    names = available(options.peer or list(PEERS), device)
-    parts = peers_suite.parts(peers_suite.QUICK if options.quick else peers_suite.Sizes(), names, device)
-    return Work(parts, device, changes={"rounds": 5, "versions": peer_versions(names)})
+    names = available(options.peer or names_on(device.type), device)
+    versions = peer_versions(names)
+    if device.type == "cpu":
+        sizes = peers_suite.QUICK if options.quick else peers_suite.Sizes()
+        return Work(peers_suite.parts(sizes, names), changes={"rounds": 5, "versions": versions})
+    sizes = peers_suite.QUICK if options.quick else peers_suite.ON_GPU
+    changes = {"plan": QUICK if options.quick else PEERS_ON_GPU, "versions": versions}
+    return Work(peers_suite.gpu_parts(sizes, names, device), device, ("events", "graph"), changes)
 
 
 def _scale(options: argparse.Namespace) -> Work:
-    names = available(list(PEERS), CPU)
+    names = available(names_on("cpu"), CPU)
     return Work(scale.parts(options.quick, names), changes={"rounds": 3, "versions": peer_versions(names)})
 
 

@@ -43,7 +43,7 @@ STACKS, FRAME = 2 * 2 * STACK * FRAME_BYTES, 2 * FRAME_BYTES
 class Operation:
     """What a call does, and the bytes that it must move.
 
-    about:              a description, or the name of its rows in the table of peers.
+    about:              a description, or the name of its rows in the table of peers, with a place for the rows added.
     call:               name of the call in `measure.bind`, if it is one of those.
     slot, added, drawn: bytes read and written together, for each slot of the ring, each row added and each transition
                         of the batch.
@@ -162,6 +162,9 @@ OPERATIONS: dict[str, Operation] = {
     # add 8 rows, or a step of 8 environments, sample B, update B
     "cycle": Operation("cycle", **CYCLE),
     "frame-cycle": _frames("cycle, Atari", "cycle", added=FRAME, drawn=STACKS),
+    # the same with a step of thousands of environments
+    "many-cycle": Operation("cycle, {:,} added", **CYCLE),
+    "many-frame-cycle": _frames("cycle, Atari, {:,} added", "cycle", added=FRAME, drawn=STACKS),
     "add": Operation("add", "add", added=ADD),
     "frame-add": _frames("add, Atari", "add", added=FRAME),
     "update": KERNELS["update"],

@@ -6,6 +6,7 @@ To add a library, write its function and add it to `PEERS`. What it needs is imp
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import random
 import sys
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from .operations import ADDED
 from .records import CannotMeasure, installed_version
-from .subjects import ALPHA, BETA, EPS, Rows, Sampled, Subject, Task, tensors
+from .subjects import ALPHA, BETA, EPS, Rows, Sampled, Subject, Task, buffer_fields, tensors
+from .torch_rings import Fields, PrioritizedTorchRing, TorchRing
 
 
 def cpprb(task: Task) -> Subject:
@@ -32,9 +34,13 @@ def cpprb(task: Task) -> Subject:
 
     def sample(batch: int) -> Sampled:
         drawn = buffer.sample(batch, beta=BETA)
-        return drawn["indexes"], tensors({**{name: drawn[name] for name in task.dtypes}, "weight": drawn["weights"]})
+        found = {**{name: drawn[name] for name in task.dtypes}, "weight": drawn["weights"]}
+        return drawn["indexes"], tensors(found, task.device)
 
-    return task.subject(lambda rows: buffer.add(**rows), sample, lambda i, p: buffer.update_priorities(i, p.numpy()))
+    def update(indices: Any, priorities: Tensor) -> object:
+        return buffer.update_priorities(indices, priorities.cpu().numpy())
+
+    return task.subject(lambda rows: buffer.add(**rows), sample, update)
 
 
 def tianshou(task: Task) -> Subject:
@@ -150,14 +156,12 @@ def torchrl(task: Task) -> Subject:
     samplers = importlib.import_module("torchrl.data.replay_buffers.samplers")
     tensordict: Any = importlib.import_module("tensordict").TensorDict
     # only newer versions have trees on a device
-    where = {} if task.device.type == "cpu" else {"device": task.device}
+    trees = "device" in inspect.signature(samplers.PrioritizedSampler).parameters and task.device.type != "cpu"
+    where = {"device": task.device} if trees else {}
     buffer = data.ReplayBuffer(
         storage=data.LazyTensorStorage(task.capacity, device=task.device),
         sampler=samplers.PrioritizedSampler(task.capacity, alpha=ALPHA, beta=BETA, **where),
     )
-
-    def inputs(rows: Rows) -> Any:
-        return {name: torch.from_numpy(values).to(task.device) for name, values in rows.items()}
 
     def add(rows: Any) -> object:
         return buffer.extend(tensordict(rows, batch_size=[rows["obs"].shape[0]]))
@@ -165,9 +169,12 @@ def torchrl(task: Task) -> Subject:
     def sample(batch: int) -> Sampled:
         drawn, info = buffer.sample(batch, return_info=True)
         weight = info["priority_weight"] if "priority_weight" in info else info["_weight"]
-        return info["index"], {**{n: drawn.get(n) for n in task.dtypes}, "weight": torch.as_tensor(weight)}
+        return info["index"], {
+            **{n: drawn.get(n) for n in task.dtypes},
+            "weight": torch.as_tensor(weight).to(task.device),
+        }
 
-    return task.subject(add, sample, buffer.update_priority, inputs)
+    return task.subject_of_tensors(add, sample, buffer.update_priority)
 
 
 def python_sum_tree(task: Task) -> Subject:
@@ -245,7 +252,7 @@ def stable_baselines3(task: Task) -> Subject:
         spaces.Box(low, high, shape, dtype),
         # values of actions are not validated
         spaces.Discrete(18),
-        device="cpu",
+        device=task.device,
         n_envs=task.added,
         optimize_memory_usage=task.stacks,
         handle_timeout_termination=False,
@@ -258,18 +265,41 @@ def stable_baselines3(task: Task) -> Subject:
         drawn = buffer.sample(batch)
         found = {"obs": drawn.observations, "action": drawn.actions, "reward": drawn.rewards}
         found |= {"next_obs": drawn.next_observations, "terminated": drawn.dones}
-        return None, {**found, "weight": torch.ones(batch)}
+        return None, {**found, "weight": torch.ones(batch, device=task.device)}
 
     return task.subject(lambda rows: buffer.add(*rows), sample, lambda *_: None, inputs, fixed_add=True)
 
 
+def torch_ring(task: Task) -> Subject:
+    """`TorchRing`, a tensor for each field on the device: uniform, so an update does nothing."""
+    ring = TorchRing(task.capacity, fields_of(task), task.device)
+    ones = cache(lambda batch: torch.ones(batch, device=task.device))
+
+    def sample(batch: int) -> Sampled:
+        slots, found = ring.sample(batch)
+        return slots, {**found, "weight": ones(batch)}
+
+    return task.subject_of_tensors(ring.add, sample, lambda *_: None)
+
+
+def torch_prioritized_ring(task: Task) -> Subject:
+    """`PrioritizedTorchRing`: running sums of all priorities at every sample, a scatter at every update."""
+    ring = PrioritizedTorchRing(task.capacity, fields_of(task), task.device, alpha=ALPHA, beta=BETA, eps=EPS)
+    return task.subject_of_tensors(ring.add, ring.sample, ring.update)
+
+
+def fields_of(task: Task) -> Fields:
+    """The fields of a task as the rings of tensors take them."""
+    return {name: (field.shape, field.dtype) for name, field in buffer_fields(task.dtypes).items()}
+
+
 class Peer(NamedTuple):
-    """Another library.
+    """Another library, or what is written without one.
 
     make:         gives an empty buffer for a task.
     distribution: what has to be installed, if anything.
     uniform:      it has no priorities and so does less.
-    devices:      types of the devices on which it can store.
+    devices:      types of the devices on which it gives its batches; a library that stores on a CPU copies them there.
     """
 
     make: Callable[[Task], Subject]
@@ -279,13 +309,20 @@ class Peer(NamedTuple):
 
 
 PEERS = {
-    "cpprb": Peer(cpprb, "cpprb"),
+    "cpprb": Peer(cpprb, "cpprb", devices=("cpu", "cuda")),
     "tianshou": Peer(tianshou, "tianshou"),
     "flashbax": Peer(flashbax, "flashbax"),
     "torchrl": Peer(torchrl, "torchrl", devices=("cpu", "cuda")),
     "python_sum_tree": Peer(python_sum_tree, None),
-    "stable_baselines3": Peer(stable_baselines3, "stable-baselines3", uniform=True),
+    "stable_baselines3": Peer(stable_baselines3, "stable-baselines3", uniform=True, devices=("cpu", "cuda")),
+    "torch_ring": Peer(torch_ring, None, uniform=True, devices=("cuda",)),
+    "torch_prioritized_ring": Peer(torch_prioritized_ring, None, devices=("cuda",)),
 }
+
+
+def names_on(kind: str) -> list[str]:
+    """Those that give their batches on a type of device."""
+    return [name for name, peer in PEERS.items() if kind in peer.devices]
 
 
 def peer_versions(names: Iterable[str]) -> dict[str, str | None]:
@@ -303,7 +340,7 @@ def make_peer(name: str, task: Task) -> Subject:
     peer = PEERS[name]
     try:
         if task.device.type not in peer.devices:
-            raise CannotMeasure(f"it stores nothing on a device of type {task.device.type!r}.")
+            raise CannotMeasure(f"it is not measured on a device of type {task.device.type!r}.")
         return peer.make(task)
     except CannotMeasure as reason:
         raise CannotMeasure(f"{name} skipped: {reason}") from reason

@@ -8,19 +8,21 @@ uniform sampling with and without replacement.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from gpu_replay import Proportional, RankBased, Uniform
+from gpu_replay.console.progress import Progress
 
 from . import subjects
 from .measure import Maker, Part, Run
 from .operations import ADDED, FRAME_SLOTS, OURS, Case, cycle_cases
 from .peers import PEERS, make_peer
-from .subjects import ALPHA, BETA, Subject, Task
+from .records import Record
+from .subjects import ALPHA, BETA, CPU, Subject, Task
 
 STEP_BATCH = 64
 
@@ -28,7 +30,7 @@ STEP_BATCH = 64
 class Sizes(NamedTuple):
     """How large the buffers are.
 
-    many:    rows of an add measured alone, for which new buffers are made.
+    many:    rows of an add measured alone, on a GPU of an add in a cycle, for which new buffers are made.
     stepped: transitions of the loop over one environment.
     slots:   transitions of the compared settings.
     """
@@ -41,35 +43,66 @@ class Sizes(NamedTuple):
     slots: int = 1_000_000
 
 
+# stacks that others store twice take 56 KB, so that a million of them would fit no GPU; and as many environments as are
+# added at once must have the same number of steps
+ON_GPU = Sizes((1_000_000,), 102_400, (256, 4096, 32_768), (4096,))
 # most of a trial's time goes into compiling, again for every size
 QUICK = Sizes((4_000,), 1_000, (32,), many=(), stepped=4_000, slots=4_000)
 
 
-def parts(sizes: Sizes, names: Sequence[str], device: torch.device) -> list[Part]:
-    """All that is compared on a device: this package first, then those of the libraries that take part."""
+def beside(cases: list[Case], ours: Maker, peers: Sequence[str], device: torch.device = CPU, **task: Any) -> Part:
+    """Cases of this package and of the libraries that take part."""
+
+    def made(name: str, capacity: int) -> Subject:
+        return make_peer(name, Task(capacity, device=device, **task))
+
+    return cases, partial(Run.records, makers={OURS: ours, **{name: partial(made, name) for name in peers}})
+
+
+def gpu_parts(sizes: Sizes, names: Sequence[str], device: torch.device) -> list[Part]:
+    """Cycles that add few rows or many, and updates; calls of this package are also captured."""
+    vectors = cache(partial(subjects.replay, device=device))
+    found: list[Part] = []
+    for stacks, kind, capacity in ((False, "cycle", sizes.vectors[-1]), (True, "frame-cycle", sizes.stacks)):
+        for added, name in ((ADDED, kind), *((many, f"many-{kind}") for many in sizes.many)):
+            ours = cache(partial(subjects.frames, device=device, n_step=1, envs=added)) if stacks else vectors
+            cases = [Case(name, capacity, batch, added) for batch in sizes.batches]
+            found.append(_launched_and_replayed(beside(cases, ours, names, device, added=added, stacks=stacks), ours))
+    # trees on a GPU differ most in how they take new priorities
+    updates = [Case("update", sizes.vectors[-1], batch) for batch in sizes.batches]
+    with_priorities = [name for name in names if not PEERS[name].uniform]
+    found.append(_launched_and_replayed(beside(updates, vectors, with_priorities, device, added=ADDED), vectors))
+    return found
+
+
+def _launched_and_replayed(part: Part, ours: Maker) -> Part:
+    """Cases whose calls are launched by all, then captured by this package alone."""
+    cases, launched = part
+
+    def measured(run: Run, cases: Sequence[Case], progress: Progress) -> Iterator[Record]:
+        replayed = run.way == "graph"
+        return run.records(cases, progress, {OURS: ours}) if replayed else launched(run, cases, progress)
+
+    return cases, measured
+
+
+def parts(sizes: Sizes, names: Sequence[str]) -> list[Part]:
+    """All that is compared on a CPU: this package first, then those of the libraries that take part."""
     largest, stacks, one = sizes.vectors[-1], sizes.stacks, sizes.stepped
-    vectors: Maker = partial(subjects.replay, device=device)
-    stepped = partial(subjects.replay, device=device, stepped=True)
-
-    def beside(cases: list[Case], ours: Maker, peers: Sequence[str] = names, **task: Any) -> Part:
-        def made(name: str, capacity: int) -> Subject:
-            return make_peer(name, Task(capacity, device=device, **task))
-
-        return cases, partial(Run.records, makers={OURS: ours, **{name: partial(made, name) for name in peers}})
+    vectors: Maker = subjects.replay
+    stepped = partial(subjects.replay, stepped=True)
 
     def framed(cases: list[Case], added: int) -> Part:
-        return beside(cases, partial(subjects.frames, device=device, n_step=1, envs=added), added=added, stacks=True)
+        return beside(cases, partial(subjects.frames, n_step=1, envs=added), names, added=added, stacks=True)
 
     found = [
-        beside(cycle_cases(sizes.vectors, sizes.batches), vectors, added=ADDED),
+        beside(cycle_cases(sizes.vectors, sizes.batches), vectors, names, added=ADDED),
         framed([Case("frame-cycle", stacks, batch, ADDED) for batch in sizes.batches], ADDED),
     ]
     for many in sizes.many:
-        found.append(beside([Case("add", largest, many, many)], vectors, added=many))
+        found.append(beside([Case("add", largest, many, many)], vectors, names, added=many))
         found.append(framed([Case("frame-add", stacks, many, many)], many))
-    if device.type != "cpu":
-        # trees on a GPU differ most in how they take new priorities
-        return [*found, beside([Case("update", largest, batch) for batch in sizes.batches], vectors, added=ADDED)]
+    steps = [Case("step-add", one, 1, 1), Case("step-cycle", one, STEP_BATCH, 1)]
     uniform = [name for name in names if PEERS[name].uniform]
     without = partial(stepped, sampler=Uniform())
     # settings of this package; the first of each is the reference of the ratios
@@ -79,8 +112,8 @@ def parts(sizes: Sizes, names: Sequence[str], device: torch.device) -> list[Part
     draws = {str(each): partial(subjects.replay, sampler=each) for each in (Uniform(replacement=True), Uniform())}
     return [
         *found,
-        beside([Case("step-add", one, 1, 1), Case("step-cycle", one, STEP_BATCH, 1)], stepped, added=1, stepped=True),
-        beside([Case("step-exact", one, 1, 1)], vectors, added=1),
+        beside(steps, stepped, names, added=1, stepped=True),
+        beside([Case("step-exact", one, 1, 1)], vectors, names, added=1),
         beside([Case("step-uniform", one, STEP_BATCH, 1)], without, uniform, added=1, stepped=True),
         (ranked, partial(Run.records, makers=ranks)),
         ([Case("ratio-replacement", sizes.slots, 64)], partial(Run.records, makers=draws)),

@@ -80,8 +80,10 @@ def cold_floor(records: Records) -> float | None:
 
 def _share_or_floor(record: Record, floor: float | None) -> str:
     """The share; of a cold call that is too small to reach two thirds of the bandwidth, the floor."""
-    cold = floor is not None and record.flush and record.timing == "graph"
-    return f"floor {floor:.1f} µs" if cold and record.bytes < 2e-6 * floor * record.copy_bandwidth else _share(record)
+    if floor is None or not record.flush or record.timing != "graph":
+        return _share(record)
+    small = record.bytes < 2e-6 * floor * record.copy_bandwidth
+    return f"floor {floor:.1f} µs" if small else _share(record)
 
 
 def cells_table(records: Records, peers: Records = ()) -> str:
@@ -118,13 +120,13 @@ def _compared(
     heads: of the `first` cells, of an implementation's column ("{}" is its name), and of the `last` one.
     """
     # a renewed case stands last in its file
-    names = sorted(dict.fromkeys(record.implementation for record in records), key=lambda name: name != OURS)
+    names = sorted(dict.fromkeys(map(_column, records)), key=lambda name: not name.startswith(OURS))
     order = {operation: place for place, operation in enumerate(OPERATIONS)}
     cases: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in records:
         size = (record.bytes if record.unit == "bytes" else 0, record.capacity, record.batch)
         key = (order[record.operation], *size, record.case)
-        cases.setdefault(key, {})[record.implementation] = record
+        cases.setdefault(key, {})[_column(record)] = record
     rows = []
     for _, here in sorted(cases.items()):
         cells = [number(here[name].median) if name in here else "" for name in names]
@@ -134,12 +136,17 @@ def _compared(
     return table([*begin, *shown, end], rows)
 
 
+def _column(record: Record) -> str:
+    """The name of an implementation's column; replayed calls have one of their own."""
+    return record.implementation + (", captured" if record.timing == "graph" else "")
+
+
 def peers_table(records: Records, peers: Records = ()) -> str:
     """Microseconds of all libraries; the last column is the best prioritized one's time over this package's."""
 
     def label(each: Record) -> list[str]:
         size = f"{'' if 'add' in each.operation else 'B = '}{each.batch:,}"
-        return [f"{OPERATIONS[each.operation].about}, N = {short(each.capacity)}, {size}"]
+        return [f"{OPERATIONS[each.operation].about.format(each.added)}, N = {short(each.capacity)}, {size}"]
 
     return _compared(records, ["µs", "{}", "speedup"], label, lambda here: _beside(here.get(OURS), here.values())[1])
 
@@ -278,6 +285,7 @@ class Section(NamedTuple):
 # the rows of the table in README.md
 _IN_SHORT = ("cycle/N=100k/B=256", *(f"cycle/N=1M/B={batch}" for batch in (32, 256, 4096)))
 _IN_SHORT += (*(f"frame-cycle/N=20k/B={batch}" for batch in (32, 256, 4096)), "step-add/N=100k/B=1")
+_IN_SHORT += ("frame-cycle/N=102400/B=256", "frame-cycle/N=102400/B=4096")
 
 
 def _in_short_of_gpu(record: Record) -> bool:

@@ -133,7 +133,7 @@ class Task:
 
     added:   rows of every `add`.
     stacks:  whether rows are consecutive steps of environments with stacks of frames; else independent vectors.
-    device:  where it is stored.
+    device:  where batches are wanted; a library that can stores its rows there.
     stepped: whether rows come from a loop over one environment: a float64 reward; flags in an array, which some need.
     width:   numbers of an observation that is a vector.
     """
@@ -173,9 +173,18 @@ class Task:
         if not self.stacks:
             wrong, size = partial(wrong_vectors, has_next_obs=has_next_obs), self.added if fixed_add else None
             return Subject(add, sample, update, pool_of(given, self.width), wrong, size)
-        steps = StackStream(self.added)
-        stream = steps_of(lambda step: given({name: values.numpy() for name, values in step.items()}), steps)
+        steps = StackStream(self.added, device=self.device)
+        stream = steps_of(lambda step: given({name: each.cpu().numpy() for name, each in step.items()}), steps)
         return Subject(add, sample, update, stream, partial(faults, seam=SEAM), self.added, CHECKED)
+
+    def subject_of_tensors(
+        self, add: Callable[[Any], object], sample: Callable[[int], Sampled], update: Callable[[Any, Any], object]
+    ) -> Subject:
+        """The same of a library that takes rows as tensors of the device."""
+        subject = self.subject(add, sample, update, partial(tensors, device=self.device))
+        if self.stacks:
+            subject.stream = steps_of(lambda step: step, StackStream(self.added, device=self.device))
+        return subject
 
 
 def of_buffer(buffer: Any, stream: Stream, wrong: Callable[[Any], list[str]], **more: Any) -> Subject:
@@ -250,9 +259,9 @@ def frames(capacity: int, device: torch.device = CPU, n_step: int = N_STEP, envs
     return of_buffer(buffer, steps, wrong, add_size=envs, chunk=CHECKED)
 
 
-def tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """The arrays as tensors that share their memory."""
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+def tensors(arrays: Mapping[str, np.ndarray], device: torch.device = CPU) -> dict[str, Tensor]:
+    """The arrays as tensors of a device; on a CPU they share their memory."""
+    return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
 
 
 def described(dtypes: Dtypes = DTYPES) -> dict[str, list[Any]]:

@@ -20,6 +20,7 @@ from gpu_replay.bench.measure import check, fill
 from gpu_replay.bench.peers import PEERS, make_peer
 from gpu_replay.bench.records import CannotMeasure, read, recorded_files
 from gpu_replay.bench.subjects import EPISODE, FRAMES, StackStream, Subject, Task, faults, frames
+from gpu_replay.bench.torch_rings import PrioritizedTorchRing, TorchRing
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,8 +72,8 @@ def test_our_own_buffer_gives_whole_rows() -> None:
 
 
 def test_a_library_that_cannot_be_measured_is_skipped_with_the_reason(monkeypatch: Patch, capsys: Capture) -> None:
-    with pytest.raises(CannotMeasure, match="^cpprb skipped: it stores nothing on a device of type 'cuda'"):
-        make_peer("cpprb", Task(256, 8, device=torch.device("cuda")))
+    with pytest.raises(CannotMeasure, match="^tianshou skipped: it is not measured on a device of type 'cuda'"):
+        make_peer("tianshou", Task(256, 8, device=torch.device("cuda")))
     # Python's own way of saying that there is no such module
     monkeypatch.setitem(sys.modules, "cpprb", None)
 
@@ -88,6 +89,9 @@ def test_a_library_that_cannot_be_measured_is_skipped_with_the_reason(monkeypatc
 
 def made(name: str, task: Task) -> Subject:
     """A library's buffer, or a skipped test where it is not installed or its extension does not load."""
+    if "cpu" not in PEERS[name].devices:
+        # measured on a GPU alone, the same on a CPU
+        return PEERS[name].make(task)
     try:
         return make_peer(name, task)
     except CannotMeasure as reason:
@@ -126,12 +130,44 @@ def test_an_installed_library_draws_by_priority(name: str) -> None:
     assert float((drawn < border).float().mean()) < 0.25
 
 
+ONE_NUMBER = {"n": ((), torch.int64)}
+
+
+def test_a_plain_ring_overwrites_its_oldest_and_draws_all_alike() -> None:
+    ring = TorchRing(10, ONE_NUMBER)
+    for first, count in ((0, 4), (4, 7), (11, 3)):
+        slots = ring.add({"n": torch.arange(first, first + count)})
+        assert slots.tolist() == [n % 10 for n in range(first, first + count)]
+    assert (len(ring), sorted(ring.stores["n"].tolist())) == (10, [*range(4, 14)])
+    slots, found = ring.sample(20_000)
+    assert torch.equal(found["n"], ring.stores["n"][slots])
+    # five deviations of a binomial distribution
+    assert (torch.bincount(slots, minlength=10) - 2_000).abs().max() < 5 * (20_000 * 0.1 * 0.9) ** 0.5
+    # what was never stored is not drawn
+    few = TorchRing(10, ONE_NUMBER)
+    few.add({"n": torch.arange(3)})
+    assert set(few.sample(100)[0].tolist()) == {0, 1, 2}
+
+
+def test_a_plain_prioritized_ring_draws_by_priority_and_weighs_what_it_draws() -> None:
+    ring = PrioritizedTorchRing(8, ONE_NUMBER, alpha=0.5, beta=1.0, eps=0.0)
+    ring.add({"n": torch.arange(5)})
+    ring.update(torch.tensor([0, 1, 3]), torch.tensor([4.0, 16.0, 0.0]))
+    # a new transition has the largest so far: 2, 4, 1, 0, 1 and 4
+    ring.add({"n": torch.tensor([5])})
+    slots, found = ring.sample(12_000)
+    assert torch.bincount(slots, minlength=8).tolist() == pytest.approx(
+        [2_000, 4_000, 1_000, 0, 1_000, 4_000, 0, 0], abs=2
+    )
+    assert torch.equal(found["weight"], 1 / ring.powers[slots].float())
+
+
 # what is recorded
 
 
 def test_the_pages_show_what_the_commands_have_recorded() -> None:
     """A figure that no command renews, or a table that no record fills, would be one from nowhere."""
-    parts = peers_suite.parts(peers_suite.Sizes(), list(PEERS), CPU)
+    parts = peers_suite.parts(peers_suite.Sizes(), list(PEERS))
     measured = {(case.name, name) for cases, part in parts for case in cases for name in part.keywords["makers"]}
     recorded = {(each.case, each.implementation) for each in read(ROOT / "bench" / "results" / "peers.jsonl")}
     assert {case for case, _ in recorded} == {case for case, _ in measured}
