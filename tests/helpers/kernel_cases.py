@@ -1,9 +1,10 @@
 """Buffers whose calls launch every kernel in every form that matters, each launch under a name that people can read.
 
-    PYTHONPATH=. python tests/helpers/kernel_cases.py
+    PYTHONPATH=. python tests/helpers/kernel_cases.py [KERNEL ...]
 
-writes anew what every kernel takes on every target, `kernel_resources.json`, after a change that is meant to change it:
-the table of the Triton that is installed. There is one more, of the Triton of the GPU machine:
+writes anew what every kernel, or each of those named, takes on every target, `kernel_resources.json`, after a change
+that is meant to change it: the table of the Triton that is installed. There is one more, of the Triton of the GPU
+machine:
 
     pip install --no-deps --target FOLDER triton==3.6.0
     PYTHONPATH=FOLDER:. python tests/helpers/kernel_cases.py
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Collection, Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -243,20 +245,26 @@ def measured(case: str, target: str) -> Resources:
     return resources(compiled(case, target), target)
 
 
-def write_table(targets: Iterable[str]) -> None:
-    """Compile everything for these targets, and write the registers and the bytes of shared memory that it takes into
-    this compiler's table.
+def write_table(targets: Iterable[str], kernels: Collection[str]) -> None:
+    """Compile for these targets, and write the registers and the bytes of shared memory that it takes into this
+    compiler's table; what spills is printed.
+
+    kernels: those whose rows are written anew; none: all rows.
     """
     tables = json.loads(TABLE.read_text())
-    tables[compiler()] = {
-        target: {
-            case: [each.registers, each.shared] for case in chosen(target, True) if (each := measured(case, target))
-        }
-        for target in targets
-    }
-    text = json.dumps(tables, indent=1, sort_keys=False)
+    for target in targets:
+        before, rows = tables.setdefault(compiler(), {}).get(target, {}), {}
+        for case in chosen(target, True):
+            if kernels and case.split(":")[0] not in kernels:
+                rows[case] = before[case]
+                continue
+            taken = measured(case, target)
+            if taken.spilled:
+                print(f"{target}: {case}: {taken}")
+            rows[case] = [taken.registers, taken.shared]
+        tables[compiler()][target] = rows
     # the two numbers of a case in its line
-    TABLE.write_text(re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", text) + "\n")
+    TABLE.write_text(re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", json.dumps(tables, indent=1)) + "\n")
 
 
 def read_table() -> dict[str, dict[str, Resources]] | None:
@@ -276,4 +284,4 @@ def compiler() -> str:
 
 
 if __name__ == "__main__":
-    write_table(TARGETS)
+    write_table(TARGETS, sys.argv[1:])
