@@ -17,7 +17,7 @@ from gpu_replay.console.arguments import Parser, pathname, positive
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.progress import Progress
 
-from . import checkpoint, kernels, operations, peers_suite, plots, records, report, scale, storage, subjects
+from . import checkpoint, host_time, kernels, operations, peers_suite, plots, records, report, scale, storage, subjects
 from .measure import How, Part, Plan, Run, copy_bandwidth
 from .operations import OURS, Case, chosen
 from .peers import PEERS, available, names_on, peer_versions
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "peers":
             add("--peer", action="append", choices=sorted(PEERS), help="only this one; repeatable")
             add("--device", choices=("cpu", "cuda"), default="cpu", help="where batches are wanted")
-        if name == "kernels":
+        if name in ("kernels", "host"):
             add("--device", choices=("cpu", "cuda"), help="default: cuda if available")
         if name in ("gpu", "kernels"):
             default = "both" if name == "gpu" else "graph"
@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command("contact", "try each feature that a GPU may break, in a process of its own", _contact)
     add("--output", type=pathname, metavar="FILE", help="JSON lines, replaced")
     add("--seconds", type=positive, default=180, metavar="N", help="for all of them (default: 180)")
+    add("--short", action="store_true", help="leave out what a GPU has shown and nothing has changed since")
     files: dict[str, Any] = {"nargs": "*", "type": pathname, "metavar": "FILE"}
     files["help"] = "JSON lines (default: all recorded)"
     add = command("report", "Markdown tables made from records", _report)
@@ -138,7 +139,7 @@ def _gpu(options: argparse.Namespace) -> Work:
 
 
 def _kernels(options: argparse.Namespace) -> Work:
-    device = _device("kernels --device cuda", options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device("kernels --device cuda", options.device or _default())
     if device.type == "cpu" and options.timing:
         raise UserError(f"--timing {options.timing} needs a GPU; on a CPU only the host's clock is available.")
     sizes: dict[str, Any] = {"capacities": QUICK_CAPACITIES, "batches": QUICK_BATCHES, "rows": 10_000, "frames": 2_000}
@@ -161,6 +162,11 @@ def _peers(options: argparse.Namespace) -> Work:
     return Work(peers_suite.gpu_parts(sizes, names, device), device, ("events", "graph"), changes)
 
 
+def _host(options: argparse.Namespace) -> Work:
+    device = _device("host --device cuda", options.device or _default())
+    return Work([(host_time.cases(options.quick), host_time.records)], device, ("host",))
+
+
 def _scale(options: argparse.Namespace) -> Work:
     names = available(names_on("cpu"), CPU)
     return Work(scale.parts(options.quick, names), changes={"rounds": 3, "versions": peer_versions(names)})
@@ -171,6 +177,7 @@ SUITES: dict[str, tuple[Callable[[argparse.Namespace], Work], str]] = {
     "cpu": (_cpu, "add, sample, update and full cycles, on the CPU with one thread"),
     "gpu": (_gpu, "add, sample, update and full cycles on the GPU, vectors and Atari frames, called and replayed"),
     "kernels": (_kernels, "single operations of this package beside the torch operations that do the same"),
+    "host": (_host, "what calls of the buffers cost the host, whatever the device does"),
     "peers": (_peers, "full cycles and adds, interleaved with other libraries"),
     "checkpoint": (
         lambda options: Work([(checkpoint.cases(options.quick), checkpoint.records)]),
@@ -192,7 +199,7 @@ def _contact(options: argparse.Namespace) -> int:
     # before the first fork nothing may touch the GPU
     from . import first_contact
 
-    return first_contact.run(options.output, options.seconds)
+    return first_contact.run(options.output, options.seconds, short=options.short)
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -213,6 +220,10 @@ def _plot(options: argparse.Namespace) -> None:
     for file in options.files or recorded_files():
         for image in plots.draw(read(file), file.with_suffix("")):
             print(f"{image}: plotted from {file}", file=sys.stderr)
+
+
+def _default() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _device(command: str, kind: str) -> torch.device:

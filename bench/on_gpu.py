@@ -2,10 +2,11 @@
 
     python bench/on_gpu.py [PART ...] [options]
 
-It needs this checkout and a Python with PyTorch, Triton, NumPy and pytest, but no installation and no network. Each
-step of a part is a process with its own time limit: it is interrupted at the limit and killed ten seconds later, and
-the next step starts. A step leaves NAME.log. Results are written at once, so a part may be killed at any moment. The
-exit status is 0 only if every step succeeded.
+Without names it runs the parts of a round, which fits fifteen minutes; others are run on request. It needs this
+checkout and a Python with PyTorch, Triton, NumPy and pytest, but no installation and no network. Each step of a part is
+a process with its own time limit: it is interrupted at the limit and killed ten seconds later, and the next step
+starts. A step leaves NAME.log. Results are written at once, so a part may be killed at any moment. The exit status is 0
+only if every step succeeded.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-# seconds of each part, in the order in which they run
-PARTS = {"contact": 200, "records": 500, "pong": 400, "tests": 420, "memcheck": 120}
+# seconds of each part: those of a round, in the order in which they run, and those on request
+ROUND = {"contact": 75, "host": 45, "records": 330, "peers": 240, "tests": 150}
+PARTS = ROUND | {"pong": 400, "all-tests": 420, "memcheck": 120, "all-contact": 200}
 # the exit status of a suite that lost the device, and how often it is then restarted for the missing cases
 LOST, AGAIN = 3, 3
 NO_LAUNCH = 3
@@ -63,10 +65,14 @@ class Round:
     def _words(self, *kinds: str) -> list[str]:
         return [word for kind in kinds for word in self._fallbacks.get(kind, [])]
 
-    def _bench(self, suite: str, seconds: float, *kinds: str, only: str = "") -> Step:
+    def _contact(self, seconds: float, *options: str) -> Step:
+        given = ["--seconds", f"{0.9 * seconds:.0f}", "--output", str(self._output / "contact.jsonl"), *options]
+        return Step("contact", [*self._run, "gpu_replay", "bench", "contact", *given], seconds)
+
+    def _bench(self, suite: str, seconds: float, *kinds: str, only: str = "", more: Sequence[str] = ()) -> Step:
         small = ["--quick", *(["--only", only] if only else [])] if self._small else []
         skips = [word for pattern in self._words("skip") for word in ("--skip", pattern)]
-        words = ["gpu_replay", "bench", suite, *small, *self._words(*kinds), *skips]
+        words = ["gpu_replay", "bench", suite, *more, *small, *self._words(*kinds), *skips]
         output = ["--output", str(self._output / f"{suite}.jsonl")]
         return Step(f"bench-{suite}", [*self._run, *words, *output], seconds, again=True)
 
@@ -85,14 +91,25 @@ class Round:
         return Step(name, [*before, *self._run, "pytest", *options, *where], seconds)
 
     def contact(self, seconds: float) -> Iterator[Step]:
+        """Which features work here: those that no GPU has shown, or that were changed since."""
+        yield self._contact(seconds, "--short")
+
+    def all_contact(self, seconds: float) -> Iterator[Step]:
         """Which features work here."""
-        given = ["--seconds", f"{0.9 * seconds:.0f}", "--output", str(self._output / "contact.jsonl")]
-        yield Step("contact", [*self._run, "gpu_replay", "bench", "contact", *given], seconds)
+        yield self._contact(seconds)
+
+    def host(self, seconds: float) -> Iterator[Step]:
+        """What calls cost the host."""
+        yield self._bench("host", seconds)
 
     def records(self, seconds: float) -> Iterator[Step]:
-        """All suites for a GPU."""
+        """The suites of this package alone."""
         yield self._bench("kernels", 0.6 * seconds, "timing", only="N=1k")
         yield self._bench("gpu", 0.4 * seconds, "timing", only="*cycle*")
+
+    def peers(self, seconds: float) -> Iterator[Step]:
+        """Beside other libraries, those that are installed."""
+        yield self._bench("peers", seconds, more=["--device", "cuda"])
 
     def pong(self, seconds: float) -> Iterator[Step]:
         """Two games, the second one by ALE if it is installed."""
@@ -101,9 +118,13 @@ class Round:
             yield self._train("pong", 0.825 * seconds, 30, "--n-step", "3", "--warmup", "40", "--steps", "104")
 
     def tests(self, seconds: float) -> Iterator[Step]:
-        """Tests marked gpu: those that only a GPU can show by themselves, then all the others."""
+        """Tests marked gpu that only a GPU can show."""
         some = ["tests/kernels/test_gpu_smoke.py", "-k", "everything and transitions"]
-        yield self._pytest("gpu-tests", 0.4 * seconds, *(some if self._small else ["tests/kernels", "-k", GPU_ONLY]))
+        yield self._pytest("gpu-tests", seconds, *(some if self._small else ["tests/kernels", "-k", GPU_ONLY]))
+
+    def all_tests(self, seconds: float) -> Iterator[Step]:
+        """Those tests, then all the others that are marked."""
+        yield from self.tests(0.4 * seconds)
         rest = ["tests/programs/test_bench_timing.py"] if self._small else ["tests", "-k", f"not {GPU_ONLY}"]
         yield self._pytest("tests", 0.6 * seconds, *rest)
 
@@ -132,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
         fallbacks = found_fallbacks(options.output / "contact.jsonl")
         variables |= dict(word.split("=", 1) for word in fallbacks.get("environment", []))
         seconds = options.seconds or PARTS[part] * (10 if options.rehearsal else 1)
-        steps = getattr(Round(options, fallbacks), part)(seconds)
+        steps = getattr(Round(options, fallbacks), part.replace("-", "_"))(seconds)
         if options.dry_run:
             for step in steps:
                 print(f"{step.seconds:.0f} s: {shlex.join(step.command)}")
@@ -148,13 +169,13 @@ def main(argv: Sequence[str]) -> int:
 def _options(argv: Sequence[str]) -> argparse.Namespace:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("on_gpu.py", description=__doc__, formatter_class=plain)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: {', '.join(ROUND)})")
     parser.add_argument("--output", type=Path, help="where records go (default: bench/results/NAME-OF-THE-GPU)")
     parser.add_argument("--seconds", type=int, help="the most that each part may take, instead of its own limit")
     parser.add_argument("--dry-run", action="store_true", help="print the commands instead; needs no GPU")
     parser.add_argument("--rehearsal", action="store_true", help="all of it without a GPU, in small; measures nothing")
     options = parser.parse_args(argv)
-    options.parts = options.parts or list(PARTS)
+    options.parts = options.parts or list(ROUND)
     if unknown := [part for part in options.parts if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     gpu = "a rehearsal" if options.rehearsal else "no GPU"

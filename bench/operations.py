@@ -185,6 +185,8 @@ OPERATIONS: dict[str, Operation] = {
     # over the bytes of a row's fields
     "bytes": Operation(),
     "sharded": Operation(),
+    # several calls, each by itself
+    "host": Operation(),
     "checkpoint-save": _frames(slot=FRAME_BYTES),
     "checkpoint-load": _frames(slot=FRAME_BYTES),
     # 1% of the frames are new

@@ -18,6 +18,7 @@ from gpu_replay.console.markdown import number, table
 
 from .baselines import ALONE
 from .checkpoint import checkpoint_table
+from .host_time import host_table
 from .lower_bound import NAME as LOWER_BOUND
 from .operations import KERNELS, OPERATIONS, OURS, short
 from .peers import PEERS
@@ -305,6 +306,7 @@ SECTIONS: dict[str, Section] = {
     "bytes": Section("scale", bytes_table, lambda record: record.unit == "bytes"),
     "sharded": Section("sharded", sharded_table),
     "storage": Section("storage", storage_table),
+    "host": Section("host", host_table),
 }
 # texts that are not of one suite, made of all records
 _OTHERS: dict[str, Callable[[Records], str]] = {

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_records import Capture, Patch
+from bench_records import ENVIRONMENT, Capture, Patch
 from torch import Tensor
 
 from gpu_replay.bench import peers, peers_suite, report
-from gpu_replay.bench.measure import check, fill
+from gpu_replay.bench.measure import Plan, Run, check, fill
+from gpu_replay.bench.operations import OURS
 from gpu_replay.bench.peers import PEERS, make_peer
 from gpu_replay.bench.records import CannotMeasure, read, recorded_files
 from gpu_replay.bench.subjects import EPISODE, FRAMES, StackStream, Subject, Task, faults, frames
 from gpu_replay.bench.torch_rings import PrioritizedTorchRing, TorchRing
+from gpu_replay.console.progress import Progress
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,6 +163,40 @@ def test_a_plain_prioritized_ring_draws_by_priority_and_weighs_what_it_draws() -
         [2_000, 4_000, 1_000, 0, 1_000, 4_000, 0, 0], abs=2
     )
     assert torch.equal(found["weight"], 1 / ring.powers[slots].float())
+
+
+def test_on_a_gpu_all_are_launched_and_this_package_alone_is_captured(monkeypatch: Patch) -> None:
+    rings = ("torch_ring", "torch_prioritized_ring")
+    for name in rings:
+        monkeypatch.setitem(PEERS, name, PEERS[name]._replace(devices=("cpu",)))
+    parts = peers_suite.gpu_parts(peers_suite.Sizes((320,), 96, (8,), many=(16,)), rings, CPU)
+    plan = Plan(warmup=0, seconds=0, fewest=1, most=1)
+    run = Run("peers", CPU, plan, ENVIRONMENT, 1e9, quick=True, way="events")
+    with Progress(5, "test") as progress:
+        found = [record for cases, measured in parts for record in measured(run, cases, progress)]
+        assert {(each.case, each.added) for each in found} == {
+            ("cycle/N=320/B=8", 8),
+            ("many-cycle/N=320/B=8", 16),
+            ("frame-cycle/N=96/B=8", 8),
+            ("many-frame-cycle/N=96/B=8", 16),
+            ("update/N=320/B=8", 0),
+        }
+        by_name = {name: {each.operation for each in found if each.implementation == name} for name in (OURS, *rings)}
+        # an update of what has no priorities is none
+        assert by_name[OURS] == by_name[rings[1]] == by_name[rings[0]] | {"update"}
+        assert len(by_name[rings[0]]) == 4
+        captured: list[list[str]] = []
+        monkeypatch.setattr(Run, "records", lambda run, cases, progress, makers: captured.append([*makers]) or [])
+        for cases, measured in parts:
+            measured(replace(run, way="graph"), cases, progress)
+    assert captured == [[OURS]] * 5
+    records = [replace(each, timing="events") for each in found]
+    records += [replace(each, timing="graph") for each in found if each.implementation == OURS]
+    table = report.peers_table(records).splitlines()
+    heads = ["gpu_replay", "gpu_replay, captured", "torch_ring (uniform)", "torch_prioritized_ring", "speedup"]
+    assert [cell.strip() for cell in table[0].split("|")[2:-1]] == heads
+    assert table[3].startswith("| cycle, Atari, N = 96, B = 8 ")
+    assert table[4].startswith("| cycle, 16 added, N = 320, B = 8 ")
 
 
 # what is recorded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from bench_records import Capture, Patch, quicker
 
-from gpu_replay.bench import checkpoint, lower_bound, memory, plots, scale, storage
+from gpu_replay.bench import checkpoint, host_time, lower_bound, memory, plots, scale, storage
 from gpu_replay.bench import main as commands
 from gpu_replay.bench.measure import check
 from gpu_replay.bench.records import Record, read
@@ -21,10 +22,10 @@ from gpu_replay.bench.subjects import FRAME_BYTES
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 
-def measured(tmp_path: Path, monkeypatch: Patch, suite: str) -> list[Record]:
+def measured(tmp_path: Path, monkeypatch: Patch, suite: str, *options: str) -> list[Record]:
     quicker(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    assert commands.main([suite, "--quick", "--output", f"{suite}.jsonl"]) == 0
+    assert commands.main([suite, "--quick", "--output", f"{suite}.jsonl", *options]) == 0
     assert [path.name for path in tmp_path.iterdir()] == [f"{suite}.jsonl"]
     return read(tmp_path / f"{suite}.jsonl")
 
@@ -66,6 +67,18 @@ def test_a_round_of_checkpoints_is_recorded(tmp_path: Path, monkeypatch: Patch, 
     # all frames are in one piece
     assert 300 * FRAME_BYTES < moved["checkpoint-again", "gpu_replay"] < 301 * FRAME_BYTES + 10_000
     assert "| plain sequential read " in capsys.readouterr().out
+
+
+def test_what_a_call_costs_the_host_does_not_count_waits(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    plain = host_time.torch_calls
+    waits = {"a wait": lambda: time.sleep(0.05)}
+    monkeypatch.setattr(host_time, "torch_calls", lambda device: {**plain(device), **waits})
+    found = {each.implementation: each for each in measured(tmp_path, monkeypatch, "host", "--device", "cpu")}
+    calls = ("add", "sample", "update_priorities", "add, trajectories", "sample, trajectories")
+    assert list(found) == [host_time.UNIT, "torch.empty", *waits, *calls]
+    assert all(each.median > 0 for each in found.values())
+    assert found["a wait"].median < 25_000
+    assert "| over add_(1) |" in capsys.readouterr().out
 
 
 @needs_cc
