@@ -175,7 +175,8 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="print the commands instead; needs no GPU")
     parser.add_argument("--rehearsal", action="store_true", help="all of it without a GPU, in small; measures nothing")
     options = parser.parse_args(argv)
-    options.parts = options.parts or list(ROUND)
+    # the other parts are longer forms of those of a round
+    options.parts = options.parts or [*ROUND, *(("pong", "memcheck") if options.rehearsal else ())]
     if unknown := [part for part in options.parts if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     gpu = "a rehearsal" if options.rehearsal else "no GPU"

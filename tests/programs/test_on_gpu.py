@@ -188,7 +188,7 @@ def test_a_part_that_is_killed_leaves_its_results_and_no_process(tmp_path: Path)
 def test_a_round_in_which_features_crash_hang_and_answer_wrongly(tmp_path: Path) -> None:
     out = tmp_path / "out"
     failures = "ranks=wrong streams=hang scan=crash capture=crash"
-    done = script("contact", "records", "--rehearsal", "--output", str(out), REHEARSED_FAILURES=failures)
+    done = script("all-contact", "records", "--rehearsal", "--output", str(out), REHEARSED_FAILURES=failures)
     assert done.returncode == 1
     found = {line["feature"]: line for line in map(json.loads, (out / "contact.jsonl").read_text().splitlines())}
     bad = {name: line["verdict"] for name, line in found.items() if line["verdict"] != "ok"}
