@@ -74,13 +74,13 @@ class Feature:
     fallback: options for later programs if the feature is not ok, by kind: "environment", "timing" and "skip" (for
               `bench`), "train", and "pytest".
     limit:    seconds that the check may take.
-    settled:  whether a GPU has shown it and nothing that it needs has changed since: not part of the short form.
+    long:     whether it takes half a minute on a GPU: not part of the short form.
     """
 
     check: Callable[[], str]
     fallback: Mapping[str, list[str]] = field(default_factory=dict)
     limit: float = 25.0
-    settled: bool = False
+    long: bool = False
 
 
 def machine() -> str:
@@ -333,20 +333,20 @@ FEATURES: dict[str, Feature] = {
     "uniform": Feature(beside_the_host(lambda device: _transitions(device, Uniform()))),
     "ranks": Feature(beside_the_host(lambda device: _transitions(device, RankBased())), _RANKS),
     "steps": Feature(beside_the_host(_steps, _steps_of_life), {"skip": ["frame*"]}),
-    "goals": Feature(beside_the_host(_goals, _steps_of_life), settled=True),
+    "goals": Feature(beside_the_host(_goals, _steps_of_life)),
     "launch": Feature(launch, {"environment": ["GPU_REPLAY_PLAIN_LAUNCH=1"]}),
     "capture": Feature(captured_step(), _NO_GRAPH),
     "capture-add": Feature(captured_step(adds=True), _NO_GRAPH),
     "capture-ranks": Feature(captured_step(RankBased()), _RANKS),
-    "capture-none": Feature(capture_of_adds, _NO_GRAPH, settled=True),
-    "capture-fails": Feature(capture_that_fails, _NO_GRAPH, settled=True),
+    "capture-none": Feature(capture_of_adds, _NO_GRAPH),
+    "capture-fails": Feature(capture_that_fails, _NO_GRAPH),
     "streams": Feature(streams),
-    "pinned": Feature(pinned, {"pytest": ["--ignore=tests/durability/test_places.py"]}, settled=True),
+    "pinned": Feature(pinned, {"pytest": ["--ignore=tests/durability/test_places.py"]}),
     "scan": Feature(scan, {"skip": ["prefix-sum*"]}),
     "contended": Feature(contended),
-    "catch": Feature(trained("catch"), limit=40.0, settled=True),
-    "device-pong": Feature(trained("device-pong", "--eval-every", "1000000000"), limit=40.0, settled=True),
-    "nccl": Feature(nccl, settled=True),
+    "catch": Feature(trained("catch"), limit=40.0, long=True),
+    "device-pong": Feature(trained("device-pong", "--eval-every", "1000000000"), limit=40.0, long=True),
+    "nccl": Feature(nccl),
 }
 
 
@@ -354,14 +354,14 @@ def run(output: Path | None, seconds: float = 180.0, *, short: bool = False) -> 
     """Try all features for at most `seconds`; returns the exit status: 0 all ok, 1 some not, 3 no launch.
 
     output: a file of JSON lines, replaced.
-    short:  only what is not settled.
+    short:  without what takes long.
     """
     until, status, rows = time.monotonic() + seconds, 0, []
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text("")
     for name, feature in FEATURES.items():
-        if short and feature.settled:
+        if short and feature.long:
             continue
         began = time.monotonic()
         verdict, message = _tried(feature, min(feature.limit, until - began))

@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command("contact", "try each feature that a GPU may break, in a process of its own", _contact)
     add("--output", type=pathname, metavar="FILE", help="JSON lines, replaced")
     add("--seconds", type=positive, default=180, metavar="N", help="for all of them (default: 180)")
-    add("--short", action="store_true", help="leave out what a GPU has shown and nothing has changed since")
+    add("--short", action="store_true", help="without training")
     files: dict[str, Any] = {"nargs": "*", "type": pathname, "metavar": "FILE"}
     files["help"] = "JSON lines (default: all recorded)"
     add = command("report", "Markdown tables made from records", _report)

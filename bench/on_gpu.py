@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 # seconds of each part: those of a round, in the order in which they run, and those on request
-ROUND = {"contact": 75, "host": 45, "records": 330, "peers": 240, "tests": 150}
+ROUND = {"contact": 100, "host": 45, "records": 330, "peers": 240, "tests": 130}
 PARTS = ROUND | {"pong": 400, "all-tests": 420, "memcheck": 120, "all-contact": 200}
 # the exit status of a suite that lost the device, and how often it is then restarted for the missing cases
 LOST, AGAIN = 3, 3
@@ -91,7 +91,7 @@ class Round:
         return Step(name, [*before, *self._run, "pytest", *options, *where], seconds)
 
     def contact(self, seconds: float) -> Iterator[Step]:
-        """Which features work here: those that no GPU has shown, or that were changed since."""
+        """Which features work here, without training, which the first round has settled."""
         yield self._contact(seconds, "--short")
 
     def all_contact(self, seconds: float) -> Iterator[Step]:

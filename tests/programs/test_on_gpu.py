@@ -144,8 +144,8 @@ def test_each_feature_costs_itself_alone(
     monkeypatch.setattr(first_contact, "FEATURES", {"good": features["good"]})
     first_contact.run(file, seconds=0)
     assert json.loads(file.read_text())["verdict"] == "SKIPPED"
-    # the short form leaves out what is settled
-    monkeypatch.setattr(first_contact, "FEATURES", {"good": features["good"], "old": Feature(crash, settled=True)})
+    # the short form leaves out what takes long
+    monkeypatch.setattr(first_contact, "FEATURES", {"good": features["good"], "old": Feature(crash, long=True)})
     assert (first_contact.run(file, short=True), first_contact.run(tmp_path / "all.jsonl")) == (0, 1)
     assert json.loads(file.read_text())["feature"] == "good"
 
