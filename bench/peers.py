@@ -169,10 +169,8 @@ def torchrl(task: Task) -> Subject:
     def sample(batch: int) -> Sampled:
         drawn, info = buffer.sample(batch, return_info=True)
         weight = info["priority_weight"] if "priority_weight" in info else info["_weight"]
-        return info["index"], {
-            **{n: drawn.get(n) for n in task.dtypes},
-            "weight": torch.as_tensor(weight).to(task.device),
-        }
+        found = {name: drawn.get(name) for name in task.dtypes}
+        return info["index"], {**found, "weight": torch.as_tensor(weight).to(task.device)}
 
     return task.subject_of_tensors(add, sample, buffer.update_priority)
 

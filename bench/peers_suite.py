@@ -43,8 +43,8 @@ class Sizes(NamedTuple):
     slots: int = 1_000_000
 
 
-# stacks that others store twice take 56 KB, so that a million of them would fit no GPU; and as many environments as are
-# added at once must have the same number of steps
+# others store stacks twice, 56 KB, so that a million of them would fill a GPU for one library alone; and as many
+# environments as are added at once must have the same number of steps
 ON_GPU = Sizes((1_000_000,), 102_400, (256, 4096, 32_768), (4096,))
 # most of a trial's time goes into compiling, again for every size
 QUICK = Sizes((4_000,), 1_000, (32,), many=(), stepped=4_000, slots=4_000)

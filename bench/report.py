@@ -28,8 +28,6 @@ from .storage import storage_table
 
 Records = Sequence[Record]
 
-# the call whose times, replayed, tell what any cold call takes
-_SIMPLEST = ("index_select", "graph")
 # without priorities they do less work: shown beside the others, never a baseline
 UNIFORM = frozenset(name for name, peer in PEERS.items() if peer.uniform)
 
@@ -67,15 +65,20 @@ def _share(record: Record) -> str:
     return "" if record.copy_share is None or not record.bytes else f"{record.copy_share:.1%}"
 
 
+def _tells_floor(record: Record) -> bool:
+    """Whether it is of the simplest gather of frames, replayed."""
+    return (record.operation, record.implementation, record.timing) == ("frame-gather", "index_select", "graph")
+
+
 def cold_floor(records: Records) -> float | None:
     """Microseconds that a replayed call with cold caches takes before it moves anything, whatever it does.
 
     It is where the line through the two smallest gathers of frames by `index_select` begins; None without those.
     """
-    gathers = [r for r in records if (r.operation, r.implementation, r.timing) == ("frame-gather", *_SIMPLEST)]
+    gathers = sorted(filter(_tells_floor, records), key=lambda record: record.bytes)
     if len(gathers) < 2:
         return None
-    small, large = sorted(gathers, key=lambda record: record.bytes)[:2]
+    small, large = gathers[:2]
     return small.median - small.bytes * (large.median - small.median) / (large.bytes - small.bytes)
 
 
@@ -291,7 +294,7 @@ _IN_SHORT += ("frame-cycle/N=102400/B=256", "frame-cycle/N=102400/B=4096")
 
 def _in_short_of_gpu(record: Record) -> bool:
     """Rows of the table in README.md, and what tells the floor of its cold calls."""
-    shown = record.case.endswith("M/B=256") or record.implementation == _SIMPLEST[0]
+    shown = record.case.endswith("M/B=256") or _tells_floor(record)
     return shown and record.environment.device != "cpu"
 
 
