@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 # seconds of each part: those of a round, in the order in which they run, and those on request
-ROUND = {"contact": 100, "host": 45, "records": 330, "peers": 240, "tests": 130}
+ROUND = {"contact": 100, "host": 45, "records": 310, "peers": 260, "tests": 130}
 PARTS = ROUND | {"pong": 400, "all-tests": 420, "memcheck": 120, "all-contact": 200}
 # the exit status of a suite that lost the device, and how often it is then restarted for the missing cases
 LOST, AGAIN = 3, 3
