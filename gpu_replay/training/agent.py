@@ -160,18 +160,25 @@ class Agent(nn.Module):
         for network in (self.online, self.target, self.judged):
             network.whiten(obs)
 
-    def update(self, batch: Batch) -> Tensor:
+    @torch.no_grad()
+    def targets(self, batch: Batch) -> Tensor:
+        """What the values of a batch's actions should be, (B,): `reward + discount * value(next_obs)`, where the online
+        network, as it is now, chooses the next action and the target network values it.
+
+        batch: reward, next_obs, discount.
+        """
+        next_obs = self.online.prepare(batch.next_obs)
+        best = self.online.values(next_obs).argmax(1, keepdim=True)
+        return batch.reward + batch.discount * self.target.values(next_obs).gather(1, best).squeeze(1)
+
+    def update(self, batch: Batch, target: Tensor) -> Tensor:
         """Take one optimiser step on an importance-weighted Huber loss; returns (B,) absolute TD errors.
 
-        batch: obs, action, reward, next_obs, discount, weight; the target is `reward + discount * value(next_obs)`,
-               where the online network chooses the action and the target network values it.
+        batch:  obs, action, weight.
+        target: (B,) of `targets`.
 
         Runs on the device alone, so it can be captured in a CUDA graph; call `after_updates` on the host afterwards.
         """
-        with torch.no_grad():
-            next_obs = self.online.prepare(batch.next_obs)
-            best = self.online.values(next_obs).argmax(1, keepdim=True)
-            target = batch.reward + batch.discount * self.target.values(next_obs).gather(1, best).squeeze(1)
         chosen = self.online(batch.obs).gather(1, batch.action[:, None]).squeeze(1)
         loss = (batch.weight * functional.smooth_l1_loss(chosen, target, reduction="none")).mean()
         for weight, gradient in zip(self._weights, torch.autograd.grad(loss, self._weights), strict=True):

@@ -30,7 +30,7 @@ from gpu_replay.checkpoint.fsync import sync_folder
 from gpu_replay.checkpoint.manifest import MANIFEST, check_version
 from gpu_replay.training.team import Team
 
-VERSION = 3
+VERSION = 4
 REPLAY = "replay"
 STATE = "state"
 _NAME = re.compile(r"\d{12,}")

@@ -28,6 +28,8 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "fine": ((16, 8, 4), (32, 3, 1)),
     "nature": ((32, 8, 4), (64, 4, 2), (64, 3, 1)),
 }
+# how saved networks name the order of the features of an image; before 0.3 they were in the order of channels
+CHANNELS_LAST = "channels last"
 # frequencies of the cosine transform, down and across
 FREQUENCIES = (4, 12)
 
@@ -96,6 +98,7 @@ class QNetwork(nn.Module):
     stretch: Tensor
     offset: Tensor
     gain: Tensor
+    dueling: Tensor
 
     def __init__(
         self, observation: Field, num_actions: int, settings: Settings, bounds: tuple[Tensor, Tensor] | None = None
@@ -133,7 +136,11 @@ class QNetwork(nn.Module):
             layers += [Hidden(features, width, self.dtype), *norm, nn.ReLU(inplace=True)]
             features = width
         self.hidden = nn.Sequential(*layers)
+        # a value, and an advantage for each action
         self.last = nn.Linear(features, num_actions + 1)
+        # the value plus each advantage less their mean, as one matrix: (actions, actions + 1)
+        centred = torch.eye(num_actions) - 1 / num_actions
+        self.register_buffer("dueling", torch.cat((torch.ones(num_actions, 1), centred), 1), persistent=False)
 
     def forward(self, obs: Tensor) -> Tensor:
         """obs: (B, *shape) as stored or as sampled; returns (B, actions) float32."""
@@ -147,9 +154,12 @@ class QNetwork(nn.Module):
 
     def values(self, prepared: Tensor) -> Tensor:
         """prepared: from `prepare`; returns (B, actions) float32."""
-        found = self.last(self.hidden(self.convolutions(prepared).flatten(1)))
-        value, advantage = found[:, :1], found[:, 1:]
-        return value + advantage - advantage.mean(1, keepdim=True)
+        features = self.convolutions(prepared)
+        if len(self.convolutions):
+            # in the order of their memory, so that neither they nor their gradients are moved
+            features = features.permute(0, 2, 3, 1)
+        hidden = self.hidden(features.flatten(1))
+        return functional.linear(hidden, self.dueling @ self.last.weight, self.dueling @ self.last.bias)
 
     def prepare(self, obs: Tensor) -> Tensor:
         """The first layer's input: `obs` scaled, mapped, transformed or whitened, in the layer's dtype.

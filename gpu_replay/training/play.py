@@ -21,7 +21,7 @@ from gpu_replay.console.progress import progress_bar
 from gpu_replay.console.seeds import stream_seed
 from gpu_replay.training.agent import greedy_actions
 from gpu_replay.training.environments import Actors, EnvironmentSpec
-from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.networks import CHANNELS_LAST, CONVOLUTIONS, QNetwork
 from gpu_replay.training.records import NETWORK
 from gpu_replay.training.registry import CPU, EnvironmentId, identify
 from gpu_replay.training.rendering import RenderedEnvironment
@@ -165,11 +165,16 @@ def described(path: Path) -> tuple[EnvironmentId, Settings, int]:
 
 def load(path: Path, spec: EnvironmentSpec, settings: Settings) -> QNetwork:
     """Load the network of a file. Raises UserError if it does not fit the environment."""
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
     network = QNetwork(spec.stacked, spec.num_actions, settings, spec.bounds)
+    with safe_open(str(path), "pt") as file:
+        weights, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    if len(network.convolutions) and metadata.get("features") != CHANNELS_LAST:
+        channels = CONVOLUTIONS[settings.network][-1][0]
+        weights["hidden.0.weight"] = weights["hidden.0.weight"].unflatten(1, (channels, -1)).mT.flatten(1)
     try:
-        network.load_state_dict(load_file(path))
+        network.load_state_dict(weights)
     except RuntimeError as error:
         raise UserError(f"{path} does not fit {spec.name}: {' '.join(str(error).split())}") from None
     return network

@@ -25,7 +25,7 @@ from gpu_replay.console.progress import progress_bar
 from gpu_replay.training.checkpoints import saved_steps
 from gpu_replay.training.environments import EnvironmentSpec
 from gpu_replay.training.evaluation import Evaluation
-from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.networks import CHANNELS_LAST, QNetwork
 from gpu_replay.training.settings import Settings
 
 FILES = ("progress.csv", "curve.png", "buffer.png", "network.safetensors", "settings.json", "summary.json")
@@ -178,6 +178,7 @@ class Recorder:
             "actions": str(self._spec.num_actions),
             "observation": json.dumps({"shape": field.shape, "dtype": str(field.dtype), "scale": field.scale}),
             "settings": json.dumps(self._settings.to_dict()),
+            "features": CHANNELS_LAST,
         }
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
         replace(self._folder / NETWORK, lambda path: path.write_bytes(save(weights, metadata)))

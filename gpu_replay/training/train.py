@@ -293,18 +293,21 @@ class Trainer:
                 self._learn_from(self.buffer.sample(self._draw_size))
 
     def _learn_from(self, batch: Batch) -> None:
-        """Make the updates that share one sampled batch.
+        """Make the updates that share one sampled batch, and the targets of all of them.
+
+        The online network of before the first of them chooses the actions of the targets, in one pass for all rows.
 
         Priorities are updated here, in the order of the updates, instead of being returned to `capture` in the order
         of the rows, so that the latest TD error of a key that was sampled twice counts.
         """
         self.watch.lap("replay")
         # adjacent rows come from adjacent strata of the distribution, so each update takes rows at a stride
-        parts = [batch[part :: self._together] for part in range(self._together)]
-        td_errors = [self.agent.update(part) for part in parts]
+        target = self.agent.targets(batch)
+        rows = [slice(part, None, self._together) for part in range(self._together)]
+        td_errors = [self.agent.update(batch[each], target[each]) for each in rows]
         self.watch.lap("learn")
         if self.settings.sampler != "uniform":
-            self.buffer.update_priorities(torch.cat([part.key for part in parts]), torch.cat(td_errors))
+            self.buffer.update_priorities(torch.cat([batch.key[each] for each in rows]), torch.cat(td_errors))
             self.watch.lap("replay")
 
     # graphs

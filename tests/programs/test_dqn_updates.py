@@ -92,14 +92,17 @@ def of_training(field: Field, **changes: Any) -> Subject:
             seen = torch.cat([low[:, 1:] - low[:, :-1], low[:, -1:]], 1).flatten(1)
         if network.whitens:
             seen = (seen - network.centre) * network.stretch
-        out = network.last(network.hidden(network.convolutions(seen).flatten(1)))
+        features = network.convolutions(seen)
+        # all channels of a pixel, then those of the next
+        features = features.movedim(1, -1) if images and len(network.convolutions) else features
+        out = network.last(network.hidden(features.flatten(1)))
         return out[:, :1] + out[:, 1:] - out[:, 1:].mean(1, keepdim=True)
 
     plain = Plain(agent.online, values, double=True, clip=10.0, lr=1e-3, eps=1e-5)
 
     def updates() -> Iterator[tuple[Columns, Columns]]:
         for batch in batches:
-            size = agent.update(batch)
+            size = agent.update(batch, agent.targets(batch))
             agent.after_updates(1)
             yield batch.to_dict(), {"size": size, "means": torch.tensor(agent.means())}
 

@@ -62,13 +62,18 @@ def flat(network: nn.Module) -> Tensor:
 # what follows an update, which itself is compared in test_dqn_updates
 
 
+def learn(agent: Agent, batch: Batch | None = None) -> None:
+    batch = vectors() if batch is None else batch
+    agent.update(batch, agent.targets(batch))
+
+
 def test_gradients_are_averaged_over_ranks_before_they_are_clipped_together() -> None:
     def enlarge(weights: Sequence[Tensor]) -> None:
         for weight in weights:
             weight.grad *= 1e6
 
     agent = make_agent(average=enlarge)
-    agent.update(vectors())
+    learn(agent)
     norms = [float(weight.grad.square().sum()) for weight in agent.online.parameters()]
     assert sum(norms) ** 0.5 == pytest.approx(10, rel=1e-3)
 
@@ -79,7 +84,7 @@ def test_target_network_follows_every_so_many_updates() -> None:
     for due in (False, True, True):
         before = flat(agent.target)
         for _ in range(2):
-            agent.update(vectors())
+            learn(agent)
         agent.after_updates(2)
         assert torch.equal(flat(agent.target), flat(agent.online)) == due
         assert torch.equal(flat(agent.target), before) != due
@@ -92,7 +97,7 @@ def test_weights_are_averaged_exponentially_and_that_is_judged() -> None:
     agent = make_agent(ema_updates=4)
     expected = flat(agent.online)
     for _ in range(5):
-        agent.update(vectors())
+        learn(agent)
         expected += (flat(agent.online) - expected) / 4
     torch.testing.assert_close(flat(agent.judged), expected)
     # a run evaluates and keeps the average
@@ -108,7 +113,7 @@ def test_weights_are_averaged_exponentially_and_that_is_judged() -> None:
 def test_in_bfloat16_weights_stay_exact_and_values_near() -> None:
     agent, plain = make_agent(PIXELS, bfloat16=True, **NATURE), make_network(**NATURE)
     for seed in range(2):
-        agent.update(batch_of(pictures(8, seed=seed), pictures(8, seed=seed)))
+        learn(agent, batch_of(pictures(8, seed=seed), pictures(8, seed=seed)))
     assert all(weight.dtype == torch.float32 for weight in agent.online.parameters())
     # values are those of the newest weights
     plain.load_state_dict(agent.online.state_dict())
@@ -124,15 +129,13 @@ def test_nothing_is_transposed_on_the_way_through_convolutions_and_back(device: 
 
     def look(layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         seen.extend((args[0], out))
-        # of the last layer the gradient comes as numbers did to the first hidden layer
-        if layer is not network.convolutions[-1]:
-            out.register_hook(seen.append)
+        out.register_hook(seen.append)
 
     for layer in network.convolutions:
         layer.register_forward_hook(look)
     network.values(network.prepare(pictures(5).to(device))).square().sum().backward()
     kernels = [weight for weight in network.convolutions.parameters() if weight.dim() == 4]
-    assert (len(kernels), len(seen)) == (3, 6 * 2 + 5)
+    assert (len(kernels), len(seen)) == (3, 6 * 3)
     for each in (*seen, *kernels, *(weight.grad for weight in kernels)):
         assert each.is_contiguous(memory_format=torch.channels_last)
 

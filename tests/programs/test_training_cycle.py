@@ -102,7 +102,7 @@ def test_what_cannot_be_captured_is_made_of_calls(name: str, place: int, capsys:
 def test_an_error_of_the_step_itself_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = played("catch", 12, **GAMES[0][1])
     trainer.capture()
-    monkeypatch.setattr(trainer.agent, "update", lambda batch: torch.zeros(3) @ torch.zeros(4))
+    monkeypatch.setattr(trainer.agent, "update", lambda batch, target: torch.zeros(3) @ torch.zeros(4))
     with pytest.raises(RuntimeError, match="size"):
         trainer.advance()
 

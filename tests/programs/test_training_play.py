@@ -9,15 +9,18 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_replay import Field
 from gpu_replay.cli import main
-from gpu_replay.training.play import Video
+from gpu_replay.training.environments import EnvironmentSpec
+from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.play import Video, load
 from gpu_replay.training.registry import identify
 from gpu_replay.training.rendering import RenderedAtari
 from gpu_replay.training.settings import Settings
 
 Image, ImageSequence = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageSequence")
 pytest.importorskip("tqdm")
-pytest.importorskip("safetensors")
+save_file = pytest.importorskip("safetensors.torch").save_file
 Capture = pytest.CaptureFixture[str]
 
 
@@ -43,6 +46,22 @@ def test_a_gif_shows_the_pictures_as_they_were_at_their_speed(tmp_path: Path) ->
     assert sum(delays[:-1]) == round(3000 / 15) * 10
     assert set(delays[:-1]) == {60, 70}
     assert delays[-1] > 500
+
+
+@pytest.mark.parametrize("name", ["fine", "mlp"])
+def test_a_network_saved_before_its_features_were_channels_last_plays_the_same(name: str, tmp_path: Path) -> None:
+    settings, observation = Settings(network=name), Field((4, 42, 42), torch.uint8, torch.float32, 1 / 255)
+    spec = EnvironmentSpec("pong", observation, 6, None, None)
+    saved = QNetwork(spec.stacked, 6, settings)
+    weights = {key: value.clone() for key, value in saved.state_dict().items()}
+    obs = torch.randint(0, 256, (5, 4, 42, 42), dtype=torch.uint8)
+    expected = saved(obs)
+    if name == "fine":
+        # the features of one channel after those of another
+        first = saved.state_dict()["hidden.0.weight"]
+        weights["hidden.0.weight"] = first.unflatten(1, (-1, 32)).transpose(1, 2).flatten(1)
+    save_file({key: value.contiguous() for key, value in weights.items()}, tmp_path / "old", {"step": "1"})
+    torch.testing.assert_close(load(tmp_path / "old", spec, settings)(obs), expected)
 
 
 def test_colours_of_pong_are_what_the_agent_sees_in_grey() -> None:

@@ -80,11 +80,19 @@ def test_updates_of_a_step_can_share_a_draw() -> None:
     trainer = make_trainer(updates=3, shared_draw=True, steps=2_000, eval_episodes=2)
     learned: list[torch.Tensor] = []
     errors: list[torch.Tensor] = []
-    learn, give = trainer.agent.update, trainer.buffer.update_priorities
+    aim, learn, give = trainer.agent.targets, trainer.agent.update, trainer.buffer.update_priorities
+    aimed: dict[int, float] = {}
 
-    def learning(batch: Batch) -> torch.Tensor:
+    def aiming(batch: Batch) -> torch.Tensor:
+        target = aim(batch)
+        aimed.update(zip(batch.key.tolist(), target.tolist(), strict=True))
+        return target
+
+    def learning(batch: Batch, target: torch.Tensor) -> torch.Tensor:
+        # the targets of its own rows, made before the first of the updates
+        assert [aimed[key] for key in batch.key.tolist()] == target.tolist()
         learned.append(batch.key)
-        errors.append(learn(batch))
+        errors.append(learn(batch, target))
         return errors[-1]
 
     def updating(keys: torch.Tensor, priorities: torch.Tensor) -> None:
@@ -94,6 +102,7 @@ def test_updates_of_a_step_can_share_a_draw() -> None:
         assert all(int(part.max() - part.min()) > trainer.buffer.added // 2 for part in learned[-3:])
         give(keys, priorities)
 
+    trainer.agent.targets = aiming  # type: ignore[method-assign]
     trainer.agent.update = learning  # type: ignore[method-assign]
     trainer.buffer.update_priorities = updating  # type: ignore[method-assign]
     trainer.run(Events(), StopRequest())
