@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    began = time.perf_counter()
     if arguments[:1] == ["bench"]:
         from gpu_replay.bench.main import main as bench
 
@@ -51,6 +53,8 @@ def _run(arguments: list[str]) -> int:
         _parser().print_help()
         return 0
     options = _parser().parse_args(arguments)
+    # parsing imports torch, which takes a second or more
+    options.began = began
     return int(options.run(options))
 
 

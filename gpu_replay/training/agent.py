@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.adam import adam
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from gpu_replay import Batch
@@ -136,10 +138,15 @@ class Agent(nn.Module):
         self._average_gradients = average
         # a CUDA graph needs the step size and the step count on the device
         cuda = device.type == "cuda"
-        rate = torch.tensor(settings.learning_rate, device=device) if cuda else settings.learning_rate
-        self._weights = list(self.online.parameters())
-        self._optimizer = torch.optim.Adam(self._weights, rate, eps=settings.adam_eps, fused=True, capturable=cuda)
-        self._averages = [] if self.averaged is None else list(self.averaged.parameters())
+        self._rate = torch.tensor(settings.learning_rate, device=device) if cuda else settings.learning_rate
+        self._weights: list[Tensor] = list(self.online.parameters())
+        # the function that `torch.optim.Adam` calls: the class imports the compiler of torch, which takes a second
+        rates: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": settings.adam_eps, "weight_decay": 0.0}
+        options: dict[str, Any] = {"fused": True, "capturable": cuda, "amsgrad": False, "maximize": False}
+        self._adam: Callable[..., None] = partial(adam, **rates, **options)
+        self._moments = {name: [torch.zeros_like(each) for each in self._weights] for name in ("mean", "square")}
+        self._moments["steps"] = [torch.zeros((), device=device) for _ in self._weights]
+        self._averages: list[Tensor] = [] if self.averaged is None else list(self.averaged.parameters())
         self._move_average = get_ema_multi_avg_fn(1 - 1 / max(settings.ema_updates, 1))
         # sums of loss, absolute TD error and value since the last `means`, and the number of updates
         self.register_buffer("sums", torch.zeros(3, device=device))
@@ -181,12 +188,14 @@ class Agent(nn.Module):
         """
         chosen = self.online(batch.obs).gather(1, batch.action[:, None]).squeeze(1)
         loss = (batch.weight * functional.smooth_l1_loss(chosen, target, reduction="none")).mean()
-        for weight, gradient in zip(self._weights, torch.autograd.grad(loss, self._weights), strict=True):
+        gradients = torch.autograd.grad(loss, self._weights)
+        for weight, gradient in zip(self._weights, gradients, strict=True):
             weight.grad = gradient
         self._average_gradients(self._weights)
         nn.utils.clip_grad_norm_(self._weights, MAX_GRAD_NORM)
-        self._optimizer.step()
         with torch.no_grad():
+            mean, square, steps = self._moments.values()
+            self._adam(self._weights, list(gradients), mean, square, [], steps, lr=self._rate)
             if self.averaged is not None:
                 self._move_average(self._averages, self._weights, 0)
             td_error = (target - chosen).abs()
@@ -204,9 +213,7 @@ class Agent(nn.Module):
 
     def follow(self, learning_rate: float, epsilon: float) -> None:
         """Set the learning rate and the share of random actions, for captured graphs too."""
-        for group in self._optimizer.param_groups:
-            rate = group["lr"]
-            group["lr"] = rate.fill_(learning_rate) if isinstance(rate, Tensor) else learning_rate
+        self._rate = self._rate.fill_(learning_rate) if isinstance(self._rate, Tensor) else learning_rate
         self.explorer.set_epsilon(epsilon)
 
     def means(self) -> tuple[float, float, float]:
@@ -220,13 +227,12 @@ class Agent(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """The state beyond the networks' weights: counts, and the optimiser's moments."""
-        moments = self._optimizer.state_dict()["state"]
-        named = {str(place): each for place, each in moments.items()}
-        return {"updates": self.updates, "summed": self._summed, "moments": named}
+        moments = {name: {str(place): each for place, each in enumerate(of)} for name, of in self._moments.items()}
+        return {"updates": self.updates, "summed": self._summed, "moments": moments}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore counts and moments; the optimiser keeps its own settings."""
+        """Restore counts and moments."""
         self.updates, self._summed = state["updates"], state["summed"]
-        groups = self._optimizer.state_dict()["param_groups"]
-        moments = {int(place): each for place, each in state["moments"].items()}
-        self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        for name, moments in self._moments.items():
+            for place, moment in enumerate(moments):
+                moment.copy_(state["moments"][name][str(place)])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay import Field
-from gpu_replay.training.environments import PONG_WON, Environment, EnvironmentSpec, Step
+from gpu_replay.training.environments import PONG_POINTS, PONG_WON, Environment, EnvironmentSpec, Step
 
 # of Catch
 SIDE = 12
@@ -130,7 +130,7 @@ class DevicePong(Environment):
     def __init__(self, num_envs: int, device: torch.device, side: int = 84, stack: int = 4) -> None:
         super().__init__()
         frame = Field((side, side), torch.uint8, torch.float32, 1 / 255)
-        self.spec = EnvironmentSpec("device-pong", frame, 3, PONG_WON, bounds=None, stack=stack)
+        self.spec = EnvironmentSpec("device-pong", frame, 3, PONG_WON, None, stack, PONG_POINTS)
         self.num_envs, self.device = num_envs, device
         self._edges = torch.arange(side + 1, device=device) * COURT // side
         self._numbers = torch.arange(num_envs, device=device)

@@ -21,6 +21,7 @@ from gpu_replay import Field
 
 # a mean return as good as a win, in games that end at 21
 PONG_WON = 18.0
+PONG_POINTS = 21.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class EnvironmentSpec:
     reward_threshold: mean return at which the environment counts as solved, or None.
     bounds:           (low, high) of vector observations, or None for images.
     stack:            how many of the newest frames make one observation; more than one adds a stack axis.
+    most_points:      what the positive rewards of an episode cannot exceed, or None.
     """
 
     name: str
@@ -39,6 +41,7 @@ class EnvironmentSpec:
     reward_threshold: float | None
     bounds: tuple[Tensor, Tensor] | None
     stack: int = 1
+    most_points: float | None = None
 
     @property
     def stacked(self) -> Field:

@@ -78,6 +78,7 @@ class Evaluator:
         self._generator = torch.Generator(device=device)
         self._returns = torch.zeros(environment.num_envs, device=device)
         self._lengths = torch.zeros_like(self._returns)
+        self._lost = torch.zeros_like(self._returns)
         self._running = torch.ones_like(self._returns, dtype=torch.bool)
         # the network that plays: weights are copied into it, since a graph reads them where they were at its capture
         self._player: QNetwork | None = None
@@ -90,19 +91,24 @@ class Evaluator:
             generators = (self._generator, *environment.generators)
             self._graphs["an evaluation"] = buffer.capture(None, self._step, generators=generators)
 
-    def evaluate(self, network: QNetwork, step: int) -> tuple[Evaluation, bool]:
+    def evaluate(self, network: QNetwork, step: int, *, whole: bool = True) -> tuple[Evaluation, bool]:
         """Evaluate `network` and keep a copy if it is the best so far; also returns whether the environment is solved.
+
+        whole: play to the end even if the threshold is out of reach; otherwise such an evaluation stops, and all that
+               it returns is NaN and no episodes.
 
         It is solved when this evaluation reaches the threshold and one more on fresh seeds does too; `final` then
         returns that second evaluation.
         """
         count = self._count + 1
-        result, fresh = self._play(network, "evaluation", count), None
+        result, fresh = self._play(network, "evaluation", count, whole), None
         if self._reaches(result):
-            second = self._play(network, "confirmation", count)
+            second = self._play(network, "confirmation", count, whole=False)
             fresh = second if self._reaches(second) else None
         # an interrupted evaluation does not count: the resumed run repeats it
         self._count = count
+        if not result.episodes:
+            return result, False
         candidate = Best(copy.deepcopy(network), step, result, fresh)
         if self.best is None or candidate.rank > self.best.rank:
             self.best = candidate
@@ -112,7 +118,7 @@ class Evaluator:
         """Evaluate the best network on episodes that were not used to choose it; None without a best network."""
         if self.best is None:
             return None
-        return self.best.fresh or self._play(self.best.network, "final", 0)
+        return self.best.fresh or self._play(self.best.network, "final", 0, whole=True)
 
     def state_dict(self) -> dict[str, Any]:
         """The number of evaluations, and the best network."""
@@ -131,8 +137,15 @@ class Evaluator:
     def _reaches(self, evaluation: Evaluation) -> bool:
         return self.threshold is not None and evaluation.return_mean >= self.threshold
 
+    def _out_of_reach(self) -> bool:
+        """Whether the mean return stays below the threshold even if every running episode earns all that is left."""
+        most = self._actors.environment.spec.most_points
+        if self.threshold is None or most is None:
+            return False
+        return bool(torch.where(self._running, most + self._lost, self._returns).mean() < self.threshold)
+
     @torch.no_grad()
-    def _play(self, network: QNetwork, stream: Stream, index: int) -> Evaluation:
+    def _play(self, network: QNetwork, stream: Stream, index: int, whole: bool) -> Evaluation:
         began, seed = time.perf_counter(), stream_seed(self._seed, stream, index)
         if self._player is None:
             self._player = copy.deepcopy(network).requires_grad_(False)
@@ -140,8 +153,8 @@ class Evaluator:
         self._player.load_state_dict(network.state_dict())
         self._generator.manual_seed(seed)
         self._actors.reset(seed)
-        self._returns.zero_()
-        self._lengths.zero_()
+        for sums in (self._returns, self._lengths, self._lost):
+            sums.zero_()
         self._running.fill_(True)
         try:
             for played in range(1, self._settings.eval_max_steps + 1):
@@ -149,8 +162,12 @@ class Evaluator:
                 captured = replayed(self._graphs, "an evaluation")
                 if not captured:
                     self._step()
-                if (not captured or played % LOOK_EVERY == 0) and not self._running.any():
+                if captured and played % LOOK_EVERY:
+                    continue
+                if not self._running.any():
                     break
+                if not whole and self._out_of_reach():
+                    return Evaluation()
             mean, deviation = float(self._returns.mean()), float(self._returns.std(correction=0))
             return Evaluation(mean, deviation, float(self._lengths.mean()), len(self._returns))
         finally:
@@ -164,5 +181,6 @@ class Evaluator:
         step = actors.recv()
         actors.push(step)
         self._returns += step.reward * self._running
+        self._lost += step.reward.clamp(max=0) * self._running
         self._lengths += self._running
         self._running &= ~step.ended

@@ -20,7 +20,7 @@ from torch import Tensor
 from gpu_replay import Field
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.versions import cpu_cores
-from gpu_replay.training.environments import PONG_WON, Environment, EnvironmentSpec, Step
+from gpu_replay.training.environments import PONG_POINTS, PONG_WON, Environment, EnvironmentSpec, Step
 from gpu_replay.training.settings import Settings
 
 # positions of NOOP, RIGHT and LEFT among Pong's minimal actions; the other three are duplicates
@@ -163,8 +163,8 @@ def make_atari(
     )
     pong, space = game == "pong", vector.single_action_space
     actions = np.array(PONG_ACTIONS) if pong else np.arange(space.n, dtype=np.int64)  # type: ignore[attr-defined]
-    threshold = PONG_WON if pong else None
-    spec = EnvironmentSpec(game, field, len(actions), threshold, bounds=None, stack=settings.frame_stack)
+    threshold, points = (PONG_WON, PONG_POINTS) if pong else (None, None)
+    spec = EnvironmentSpec(game, field, len(actions), threshold, None, settings.frame_stack, points)
     return HostEnvironment(vector, spec, actions, asynchronous=True)
 
 

@@ -166,11 +166,12 @@ def described(path: Path) -> tuple[EnvironmentId, Settings, int]:
 def load(path: Path, spec: EnvironmentSpec, settings: Settings) -> QNetwork:
     """Load the network of a file. Raises UserError if it does not fit the environment."""
     from safetensors import safe_open
+    from safetensors.torch import load_file
 
-    network = QNetwork(spec.stacked, spec.num_actions, settings, spec.bounds)
+    network, weights = QNetwork(spec.stacked, spec.num_actions, settings, spec.bounds), load_file(path)
     with safe_open(str(path), "pt") as file:
-        weights, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
-    if len(network.convolutions) and metadata.get("features") != CHANNELS_LAST:
+        features = file.metadata().get("features")
+    if len(network.convolutions) and features != CHANNELS_LAST:
         channels = CONVOLUTIONS[settings.network][-1][0]
         weights["hidden.0.weight"] = weights["hidden.0.weight"].unflatten(1, (channels, -1)).mT.flatten(1)
     try:

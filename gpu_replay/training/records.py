@@ -162,6 +162,8 @@ class Recorder:
         shown = (
             f"return {evaluation.return_mean:.2f} ± {evaluation.return_std:.2f}, length {evaluation.length_mean:.0f}"
         )
+        if not evaluation.episodes:
+            shown = f"stopped: {self._threshold:g} is out of reach"
         better = "" if best is None else ", best so far"
         self._bar.write(f"step {step:>9,}: evaluation {shown}{better}", file=sys.stderr)
         if best is not None:

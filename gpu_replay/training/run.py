@@ -72,7 +72,6 @@ class Plan:
 
 def run(options: argparse.Namespace) -> int:
     """Train as the flags say; returns the exit code. Raises UserError for bad input."""
-    began = time.perf_counter()
     require("tqdm", "matplotlib", "safetensors", purpose="gpu-replay train")
     if options.actors is not None:
         if options.source is not None:
@@ -104,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         team = Team(plan.settings)
         if run_dir is None and team.rank == 0:
             run_dir = stack.enter_context(closing(RunDir(plan.output, "replace" if options.overwrite else "refuse")))
-        return carry_out(plan, run_dir, team, options.max_seconds, began)
+        return carry_out(plan, run_dir, team, options.max_seconds, options.began)
 
 
 def _default_output(options: argparse.Namespace) -> Path:
@@ -214,6 +213,7 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team, max_seconds: float
     """Run the plan and write all its files; returns the exit code. Raises UserError for bad settings or files.
 
     run_dir: the folder, on the rank that evaluates and writes; None on others.
+    began:   when the command began, by `time.perf_counter`.
     """
     settings = team.share()
     earlier = {} if plan.saved is None else plan.saved.state

@@ -66,7 +66,7 @@ class Settings:
     frame_stack: int = setting(1, "newest frames of Atari or device-pong stacked into one observation", 1)
     sticky: float = setting(0.0, "Atari: probability that the emulator repeats an action (ALE's v5 ids: 0.25)", 0, 1)
     eval_every: int = setting(5_000, "environment steps between evaluations, which choose the best network", 1)
-    eval_from: float | None = setting(None, "mean training return from which evaluations are played; auto: 8 for pong")
+    eval_from: float | None = setting(None, "mean training return from which evaluations are played; auto: 12 for pong")
     eval_episodes: int = setting(256, "episodes of one evaluation, on seeds that training never uses", 1, 10**6)
     eval_epsilon: float = setting(0.0, "share of random actions in evaluations", 0, 1)
     eval_max_steps: int = setting(10_000, "limit on the steps of an evaluation episode", 1)
@@ -177,6 +177,7 @@ _IMAGES: dict[str, Any] = {
 _ATARI: dict[str, Any] = {
     **_IMAGES,
     **_PIXELS,
+    **_SMALL,
     "steps": 1_500_000,  # twenty minutes of Pong on two cores, which needs half of them
     "frame_stack": 4,  # as in DQN
     "clip_reward": True,  # one step size for all games (Mnih et al. 2015)
@@ -187,6 +188,11 @@ _ATARI: dict[str, Any] = {
     "target_every": 200,  # and with this
     "epsilon_late": 0.2,  # the last 0.04 cost the network of 800,000 steps about four points
     "eval_max_steps": 6_000,  # ends the long rallies of an agent that cannot score yet
+    "warmup": 10_000,  # ten games of Pong
+    "network": "fine",  # with a stride of 2 it left 3x3 cells of 42 pixels, and Pong stayed near +10
+    "hidden": (256,),  # half the parameters of the largest layer
+    "epsilon_steps": 100_000,  # games get longer from then on
+    "eval_every": 100_000,  # a minute or two on a CPU
 }
 _DEVICE_PONG: dict[str, Any] = {
     **_PIXELS,
@@ -240,29 +246,15 @@ PRESETS: dict[Family, dict[str, Any]] = {
     },
     "atari": {
         **_ATARI,
-        **_SMALL,
-        "warmup": 10_000,  # ten games of Pong
         "updates": 3,  # six samples a step: with fewer learning starts later, more only cost time
-        "network": "fine",  # with a stride of 2 it left 3x3 cells of 42 pixels, and Pong stayed near +10
-        "hidden": (256,),  # half the parameters of the largest layer
-        "epsilon_steps": 100_000,  # games get longer from then on
-        "eval_every": 100_000,  # a minute or two
     },
-    # not tried yet
+    # not tried on a GPU yet. With 84 pixels, batches of 256 and 128 emulators an H200 was after 51,000 updates where
+    # runs on a CPU are after 31,000 to 56,000 of 64 rows: their number takes the time, 1.2 ms each, not their size
     "atari-cuda": {
         **_ATARI,
-        "steps": 2_000_000,  # fewer updates a step than on a CPU
-        "num_envs": 128,  # saturates sixteen cores
-        "warmup": 20_000,  # twenty games of Pong
-        "batch_size": 256,  # smaller batches are bound by launches
-        # sixteen samples a step. The 46,000 to 74,000 updates with which Pong was won on a CPU are made after 0.8M to
-        # 1.2M steps; with four they were after 1.5M to 2.4M. A draw of its own for each costs 21 launches more of 900
-        "updates": 8,
-        "network": "nature",  # the usual one for 84 pixels
-        "epsilon_steps": 300_000,  # when the first games get longer
-        "eval_every": 250_000,  # eight times in a run
-        "eval_episodes": 32,  # they run in parallel
-        "log_every": 50_000,  # forty rows
+        "num_envs": 64,  # each takes 0.14 s to make, and a step of all is hidden behind the updates
+        "updates": 6,  # as many samples a step as on a CPU
+        "log_every": 25_000,  # a row waits for the device
     },
     "device-pong-cuda": {
         **_DEVICE_PONG,
@@ -272,7 +264,9 @@ PRESETS: dict[Family, dict[str, Any]] = {
         "batch_size": 512,  # smaller batches are bound by launches
         "updates": 8,  # four samples a step
         "epsilon_steps": 400_000,  # a tenth of the run
-        "eval_every": 500_000,  # eight times in a run
+        "frame_size": 42,  # as on a CPU: the cosine transform reads a quarter
+        "shared_draw": True,  # one draw, gather and priority update for the eight updates of a step
+        "eval_every": 100_000,  # some steps of all games; an evaluation takes less time than they do
         "eval_from": 12.0,  # a weak player's games are long
         "return_window": 30,  # games
         "log_every": 500_000,  # a row takes 10 to 15 ms by calculation, and an eager step after it
@@ -281,7 +275,7 @@ PRESETS: dict[Family, dict[str, Any]] = {
 # what single environments change of their family
 ENVIRONMENTS: dict[str, dict[str, Any]] = {
     "pong": {
-        "eval_from": 8.0,  # 390 of the 870 s until a win went into evaluations, mostly of networks far from 18
+        "eval_from": 12.0,  # one at 13.3 took 52 s on two cores, and its network returned 16.1
     },
     # with those of its family it hovered at -50 until the time limit, after 200,000 steps and with each of seven seeds;
     # these were tried together, with a seed of their own

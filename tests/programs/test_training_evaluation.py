@@ -21,10 +21,12 @@ CPU = torch.device("cpu")
 class Scripted(Environment):
     """Environment `e` pays `payments[visit][e]` in each of its `e + 1` steps, then pays 100 a step."""
 
-    def __init__(self, payments: list[list[float]], threshold: float | None = None) -> None:
+    def __init__(
+        self, payments: list[list[float]], threshold: float | None = None, most_points: float | None = None
+    ) -> None:
         super().__init__()
         self.num_envs = len(payments[0])
-        self.spec = EnvironmentSpec("scripted", Field((1,), torch.float32), 2, threshold, None)
+        self.spec = EnvironmentSpec("scripted", Field((1,), torch.float32), 2, threshold, None, 1, most_points)
         self.seeds: list[int] = []
         self.steps, self._payments, self._lengths = 0, payments, torch.arange(1, self.num_envs + 1)
 
@@ -82,6 +84,36 @@ def test_the_best_network_is_kept_as_it_was() -> None:
     assert (judge.best.step, judge.best.evaluation.return_mean) == (20, 5.0)
     assert judge.best.network.last.bias.tolist() == pytest.approx([0.2] * 3)
     assert judge.final().return_mean == 2.0
+
+
+@pytest.mark.parametrize(
+    ("payments", "steps"),
+    [
+        # episodes of one to four steps that may earn 6 each: 1 + 6 + 5 + 6 after the first, 1 + 3 + 4 + 6 after the next
+        ([1.0, 1.5, -1.0, 1.5], 2),
+        # the first alone costs too much
+        ([-9.0, 1.5, 1.5, 1.5], 1),
+        # at the threshold nothing is out of reach: it is confirmed
+        ([6.0, 3.0, 0.0, 1.0], 8),
+    ],
+)
+def test_an_evaluation_that_cannot_reach_the_threshold_stops(payments: list[float], steps: int) -> None:
+    environment = Scripted([payments] * 3, threshold=4.0, most_points=6.0)
+    judge = evaluator(environment)
+    result, solved = judge.evaluate(network(), 10, whole=False)
+    assert environment.steps == steps
+    assert solved is (steps == 8)
+    if not solved:
+        assert (result.episodes, judge.best, judge.final()) == (0, None, None)
+        assert result.return_mean != result.return_mean
+    else:
+        assert (result.episodes, result.return_mean) == (4, 4.0)
+    # a closing evaluation is whole
+    total = sum(pay * length for pay, length in zip(payments, range(1, 5), strict=True))
+    assert judge.evaluate(network(), 20)[0].return_mean == pytest.approx(total / 4)
+    assert judge.best is not None
+    # each evaluation has seeds of its own
+    assert len(set(environment.seeds)) == len(environment.seeds)
 
 
 @pytest.mark.parametrize(
