@@ -89,7 +89,7 @@ def test_the_best_network_is_kept_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("payments", "steps"),
     [
-        # episodes of one to four steps that may earn 6 each: 1 + 6 + 5 + 6 after the first, 1 + 3 + 4 + 6 after the next
+        # episodes of one to four steps, with at most 6 points each: 1 + 6 + 5 + 6 after a step, 1 + 3 + 4 + 6 after two
         ([1.0, 1.5, -1.0, 1.5], 2),
         # the first alone costs too much
         ([-9.0, 1.5, 1.5, 1.5], 1),
@@ -98,7 +98,7 @@ def test_the_best_network_is_kept_as_it_was() -> None:
     ],
 )
 def test_an_evaluation_that_cannot_reach_the_threshold_stops(payments: list[float], steps: int) -> None:
-    environment = Scripted([payments] * 3, threshold=4.0, most_points=6.0)
+    environment = Scripted([payments] * 4, threshold=4.0, most_points=6.0)
     judge = evaluator(environment)
     result, solved = judge.evaluate(network(), 10, whole=False)
     assert environment.steps == steps
