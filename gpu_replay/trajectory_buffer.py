@@ -42,7 +42,7 @@ from gpu_replay.spaces import autoreset_name, step_fields, vector_settings, warn
 from gpu_replay.validation import check_int
 
 if TYPE_CHECKING:
-    from gymnasium import Space
+    from gymnasium import Env, Space
     from gymnasium.vector import AutoresetMode, VectorEnv
     from typing_extensions import Self
 
@@ -67,9 +67,11 @@ class TrajectoryReplayBuffer(Buffer):
     sampler:        Uniform, Proportional, RankBased, Latest, Combined, or one of your own.
     device:         by default "cuda" if torch finds a CUDA device, else "cpu".
     seed:           of the random stream.
-    final_capacity: final observations kept for truncated episodes ("same_step" and "disabled"); by default one for each
-                    slot, or as many as fit 3 MiB or, in a long ring, 32 bytes for each slot. While all of them belong
-                    to stored steps, further truncated windows cannot be drawn.
+    final_capacity: with "same_step" and "disabled", how many final observations of truncated episodes are kept. By
+                    default as many as fit the larger of 3 MiB and 32 bytes a step, but at least one for 32 steps (3% of
+                    the frames) and one for each environment. A place is free again when its episode's last step is
+                    overwritten. An episode that finds none is not sampled at its end, as if `final_obs` had not been
+                    given: `stats().lost_truncations` counts both, and the first one warns.
     relabel:        Hindsight, for goals: rewrites goals and rewards of a share of every batch; needs `n_step=1`. Then
                     final observations are kept for terminated episodes too.
     storage_device, storage_path: where the fields are kept, as in `ReplayBuffer`; rewards, flags and final observations
@@ -159,7 +161,7 @@ class TrajectoryReplayBuffer(Buffer):
     @classmethod
     def from_env(
         cls,
-        env: VectorEnv[Any, Any, Any],
+        env: VectorEnv[Any, Any, Any] | Env[Any, Any],
         capacity: int,
         *,
         dtypes: Mapping[str, Any] | None = None,
@@ -168,11 +170,18 @@ class TrajectoryReplayBuffer(Buffer):
     ) -> Self:
         """A buffer for a Gymnasium vector environment: its number of environments, spaces and autoreset mode.
 
+        env:      or a single environment, whose loop calls `reset` after an ending (`autoreset="disabled"`), unless it
+                  contains `gymnasium.wrappers.Autoreset` ("next_step"). `num_envs` and the metadata may be those of
+                  `env.unwrapped`; spaces are always those of `env`.
         dtypes, extra, settings: as in `from_spaces`; `autoreset` is needed where the environment's metadata have no
-        `autoreset_mode`. Raises TypeError for what is no vector environment, and warns where its observations look like
-        stacks of frames, which the buffer would store several times.
+                  `autoreset_mode`.
+
+        Raises TypeError for what is no environment, and warns where its observations look like stacks of frames, which
+        the buffer would store several times.
         """
-        arguments = {**vector_settings(env), **settings}
+        if isinstance(env, (int, np.integer)):
+            raise TypeError(f"from_env takes (env, capacity); found ({env}, {type(capacity).__name__}): exchange them.")
+        arguments = {**vector_settings(env, single=True), **settings}
         if "autoreset" not in arguments:
             raise ValueError(
                 "the environment's metadata do not say its autoreset_mode; give autoreset='next_step', 'same_step' or "
@@ -232,7 +241,10 @@ class TrajectoryReplayBuffer(Buffer):
                    nothing ended. Only "same_step" and "disabled" take it, to bootstrap truncated episodes; ValueError
                    with "next_step". With `relabel` those of terminated episodes are kept as well.
 
-        With `autoreset="next_step"` only the observation of a step after an ending counts. Raises KeyError for a
+        With `autoreset="next_step"` only the observation of a step after an ending counts; the first of these steps
+        that has a reward or a flag, unlike a reset step, warns (UserWarning). So does, with the other modes, the first
+        truncated episode whose final observation is not stored. Both warnings come before the step is stored, on CUDA
+        with the next call that waits for the device, such as `stats`. Raises KeyError for a
         missing or unknown field, ValueError for a wrong shape, device or a value out of range, TypeError for a dtype
         that would lose values. Nothing is stored by a call that raises; an interrupt (KeyboardInterrupt) comes
         before the step is stored, or after that.

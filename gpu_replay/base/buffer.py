@@ -251,7 +251,8 @@ class Buffer(StatefulBuffer):
         with self._alone():
             first, added = self._sampling.span()
             size = added - first
-            counts = self._counters.tolist()
+            counts = self._sampling.counts()
+            next_step = self._shape is not None and self._shape.next_step
             eligible = counts[Counter.ELIGIBLE] if self._tracks_eligibility else size
             # slots that are not live have been sampled 0 times
             sampled = self._storage.times_sampled
@@ -267,6 +268,8 @@ class Buffer(StatefulBuffer):
                 stale_updates=counts[Counter.STALE],
                 rejected_priorities=counts[Counter.REJECTED],
                 saturated_priorities=counts[Counter.SATURATED],
+                lost_truncations=0 if next_step else counts[Counter.FLAWED],
+                unexpected_resets=counts[Counter.FLAWED] if next_step else 0,
             )
 
     def _distribution(self, eligible: int) -> Distribution:

@@ -22,6 +22,7 @@ from gpu_replay.ops.launch import Launch, aligned, reciprocal
 from gpu_replay.ops.mass_tree import MassTree, make_extreme
 from gpu_replay.ops.priorities import DeviceMasses
 from gpu_replay.ops.ring import moved_rows
+from gpu_replay.validation import warn_caller
 
 
 def endings(flags: Tensor) -> dict[str, Tensor]:
@@ -51,6 +52,26 @@ class StreamShape:
     def slots(self) -> int:
         """Steps of all environments that fit."""
         return self.num_envs * self.steps
+
+
+def warn_of_flaw(shape: StreamShape) -> None:
+    """Warn that an ending is not as the autoreset mode says, or loses a window."""
+    if shape.next_step:
+        warn_caller(
+            "the step after an episode's end has a reward or a flag. With autoreset='next_step' it is Gymnasium's "
+            "reset step, which has neither: its action and reward are ignored. Does the loop call env.reset() itself, "
+            "or does the environment (SAME_STEP)? Then make the buffer with autoreset='disabled' or 'same_step', as "
+            "TrajectoryReplayBuffer.from_env does, and give final_obs= to add where an episode was truncated. If "
+            "rewards are changed after the environment, give 0 for this step. stats().unexpected_resets counts them; "
+            "this warning comes once."
+        )
+    else:
+        warn_caller(
+            "an episode was truncated, and its final observation is not stored: windows that end there are never "
+            f"sampled. Give final_obs= to add; the buffer keeps {shape.finals:,} of them, and where all belong to "
+            "stored steps, needs a larger final_capacity. stats().lost_truncations counts them; this warning comes "
+            "once."
+        )
 
 
 class Streams:

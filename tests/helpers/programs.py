@@ -209,8 +209,10 @@ class Player:
         else:
             made = lettered(number, step, self.pair.fields, final=final)
         for env, each in enumerate(made):
-            dead = number == model.count and model.view().next_is_dead(env) and (number + env) % 2
-            each |= {"reward": float("nan") if dead else reward(number, env)} | ({"priority": own[env]} if own else {})
+            # of a reset step the reward may be anything, but should be 0
+            dead = number == model.count and model.view().next_is_dead(env)
+            value = (0.0, float("nan"), reward(number, env))[(number + env) % 3] if dead else reward(number, env)
+            each |= {"reward": value} | ({"priority": own[env]} if own else {})
         return made
 
     def steps(self, steps: list[str], final: bool, own: list[list[float]] | None) -> None:
