@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, get_args
@@ -101,6 +102,12 @@ class Hindsight:
             raise TypeError(
                 f"Hindsight terminated_fn must be a function of (achieved, desired) or None; "
                 f"found {self.terminated_fn!r}."
+            )
+        if isinstance(self.ratio, (int, float)) and 1 < self.ratio < math.inf:
+            share = f"{self.ratio / (self.ratio + 1):g}"
+            raise ValueError(
+                f"Hindsight ratio must be from 0 to 1; found {self.ratio}. n_sampled_goal={self.ratio} of others is "
+                f"ratio={share} here."
             )
         object.__setattr__(self, "ratio", validation.check_float("Hindsight ratio", self.ratio, high=1.0))
         validation.check_choice("Hindsight strategy", self.strategy, get_args(Strategy))

@@ -44,7 +44,7 @@ from gpu_replay.validation import check_int
 if TYPE_CHECKING:
     from gymnasium import Env, Space
     from gymnasium.vector import AutoresetMode, VectorEnv
-    from typing_extensions import Self
+    from typing_extensions import Never, Self
 
 _FLAG = Field((), torch.bool)
 
@@ -124,6 +124,7 @@ class TrajectoryReplayBuffer(Buffer):
         self._checks = validation.checks_of(self._step_fields)
         observations, on_host = self._streams.observations, self._on_host
         self._input = StepInput(self._step_fields, observations, self._settings, self._device, on_host=on_host)
+        self._needed = f": a start needs n_step={n_step} steps of its environment, and the observation after them"
         self._batch_kind = stream_batch(self._fields, self._settings.stack)
         self._sequence_kind = stream_batch(self._fields, self._settings.stack, sequences=True)
 
@@ -225,13 +226,15 @@ class TrajectoryReplayBuffer(Buffer):
 
     # calls
 
-    def add(self, *, priority: Any = None, final_obs: Any = None, **fields: Any) -> Tensor:
+    def add(self, *unnamed: Never, priority: Any = None, final_obs: Any = None, **fields: Any) -> Tensor:
         """Store one step of all `E` environments and return its keys, (E,) int64 on the buffer's device.
 
         fields:    every field of the buffer, and `reward`, `terminated`, `truncated`, each `[E, *shape]`: NumPy arrays,
                    CPU tensors or tensors on the buffer's device. `obs` is the newest frame, in which `action` was
-                   chosen; reward and flags are what the environment gave back for it. A dictionary, nested too, is the
-                   same as dotted names: `obs={"image": x}` is the field `obs.image`.
+                   chosen; reward and flags are what the environment gave back for it. With `num_envs=1` a step may be
+                   given as a single environment gives it: then no value, `final_obs` included, has the leading axis.
+                   Scalars may be `[E, 1]`, and flags 0 and 1 of any dtype. A dictionary, nested too, is the same as
+                   dotted names: `obs={"image": x}` is the field `obs.image`.
         priority:  (E,) absolute TD errors or other non-negative numbers (the sign is dropped); each counts when its
                    start becomes eligible. A mass is never below one unit, 2^-20: a priority of 0 with `eps=0` counts
                    as that.
@@ -248,22 +251,28 @@ class TrajectoryReplayBuffer(Buffer):
         missing or unknown field, ValueError for a wrong shape, device or a value out of range, TypeError for a dtype
         that would lose values. Nothing is stored by a call that raises; an interrupt (KeyboardInterrupt) comes
         before the step is stored, or after that.
-        Values of tensors on CUDA are not looked at: floats too large for the field become infinite.
+        Values of tensors on CUDA are not looked at: floats too large for the field become infinite, and any number but
+        0 is a true flag. Inside torch.compile every value is a tensor or array with its leading axis.
         """
+        if unnamed:
+            self._refuse_unnamed("add", unnamed, self._step_fields)
         if is_dynamo_compiling():
             return self._operators.add(fields if final_obs is None else {**fields, "final_obs": final_obs}, priority)
         finals: dict[str, Any] = {}
         if final_obs is not None or fields.keys() != self._step_fields.keys():
             fields, finals = self._input.split(fields, final_obs)
-        values, envs, ready = self._rows_of(fields, self._settings.num_envs)
+        values, envs, ready, single = self._rows_of(fields, self._settings.num_envs)
         terminated, truncated = values.pop("terminated"), values.pop("truncated")
+        if single:
+            finals = {name: [value] for name, value in finals.items()}
         final_rows = self._input.finals(finals, terminated, truncated) if finals else None
         if priority is not None:
-            priority = validation.as_priorities("priority", priority, envs, self._device, as_array=self._on_host)
+            on_host, device = self._on_host, self._device
+            priority = validation.as_priorities("priority", priority, envs, device, as_array=on_host, single=single)
         with self._lock:
             return self._engine.add_step(values, terminated, truncated, priority, final_rows, ready)
 
-    def extend(self, *, priority: Any = None, final_obs: Any = None, **fields: Any) -> Tensor:
+    def extend(self, *unnamed: Never, priority: Any = None, final_obs: Any = None, **fields: Any) -> Tensor:
         """Store T steps of all `E` environments and return their keys, (T, E) int64 on the buffer's device.
 
         fields:    as in `add`, each `[T, E, *shape]`, oldest first; `[T, 1, *shape]` for a stream of one environment.
@@ -280,6 +289,8 @@ class TrajectoryReplayBuffer(Buffer):
         interrupt leaves the steps before it. The quick way there is to fill a buffer with the same settings on the CPU,
         and to load its state: `buffer.load_state_dict(on_cpu.state_dict())`.
         """
+        if unnamed:
+            self._refuse_unnamed("extend", unnamed, self._step_fields)
         if self._stream_order.capturing():
             raise RuntimeError("extend waits for the device and cannot be captured in a CUDA graph; use add.")
         fields, given = self._input.split(fields, final_obs)
@@ -291,7 +302,7 @@ class TrajectoryReplayBuffer(Buffer):
         count, envs = terminated.shape
         if priority is not None:
             checked = validation.as_tensor("priority", priority, self._device)
-            if tuple(checked.shape) != (count, envs):
+            if tuple(checked.shape) not in ((count, envs), (count, envs, 1)):
                 raise ValueError(f"priority needs shape {[count, envs]}; found {list(checked.shape)}.")
             flat = checked.reshape(-1)
             priority = validation.as_priorities("priority", flat, len(flat), self._device, as_array=self._on_host)
@@ -314,7 +325,9 @@ class TrajectoryReplayBuffer(Buffer):
         if envs is None:
             chosen = torch.ones(count, dtype=torch.bool, device=device)
         else:
-            chosen = validation.as_field("envs", envs, _FLAG, count, device, on_host=on_host, steps=True)
+            if (mask := validation.as_tensor("envs", envs, device)).dtype != torch.bool:
+                raise TypeError(f"envs must be a mask of bool, one for each environment; found {mask.dtype}.")
+            chosen = validation.as_field("envs", mask, _FLAG, count, device, on_host=on_host, steps=True)
         with self._lock:
             self._engine.break_streams(chosen)
 
@@ -432,6 +445,7 @@ class TrajectoryReplayBuffer(Buffer):
         *,
         storage_device: torch.device | str | None = None,
         storage_path: StoragePath | None = None,
+        **others: Never,
     ) -> Self:
         """The buffer that `save` wrote, on any device.
 
@@ -447,6 +461,7 @@ class TrajectoryReplayBuffer(Buffer):
             relabel=relabel,
             storage_device=storage_device,
             storage_path=storage_path,
+            **others,
         )
 
 

@@ -6,11 +6,11 @@ Public methods check what users pass in; the work is done by an engine, on CPU t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -40,8 +40,18 @@ class Buffer(StatefulBuffer):
     _batch_kind: BatchKind
     # the unit that is sampled, for messages
     _units: ClassVar[str]
+    # what they need, for messages
+    _needed: str = ""
     # the expected names, dtypes and shapes of the values of an `add`
     _checks: validation.Checks
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raises AttributeError, which says where attributes of other libraries' buffers are."""
+            here = {"size": "len(buffer)", "full": "len(buffer) == buffer.capacity", "can_sample": "stats().eligible"}
+            hint = f"; use {here[name]}" if name in here else ""
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}.")
 
     # attributes
 
@@ -191,13 +201,19 @@ class Buffer(StatefulBuffer):
 
     # calls
 
-    def _rows_of(self, fields: dict[str, Any], envs: int | None) -> tuple[dict[str, Any], int, bool]:
-        """Check the values of all fields; return them, the number of rows, of the first field or `envs`, and whether a
-        kernel can read the values as they are.
+    def _rows_of(self, fields: dict[str, Any], envs: int | None) -> tuple[dict[str, Any], int, bool, bool]:
+        """Check the values of all fields; return them, the number of rows, of the first field or `envs`, whether a
+        kernel can read the values as they are, and whether they are one row that came without its axis.
         """
         if self._on_host:
-            return *validation.host_rows(fields, self._checks, envs, self._device), False
+            return validation.host_rows(fields, self._checks, envs, self._device)
         return validation.device_rows(fields, self._checks, envs, self._device)
+
+    def _refuse_unnamed(self, call: str, values: Sized, fields: Iterable[str]) -> NoReturn:
+        raise TypeError(
+            f"{call} takes values by name, {call}({', '.join(f'{name}=...' for name in fields)}); found {len(values)} "
+            "positional ones."
+        )
 
     def _check_enough(self, batch: int, skipped: int = 0, call: str = "", available: int | None = None) -> None:
         """Raise unless `batch` rows can be drawn, leaving out the newest `skipped` slots.
@@ -217,7 +233,7 @@ class Buffer(StatefulBuffer):
                 "Raise the batch size or lower newest."
             )
         if count == 0:
-            raise RuntimeError(f"{call}: the buffer holds no {self._units}. Add more first.")
+            raise RuntimeError(f"{call}: the buffer holds no {self._units}. Add more first{self._needed}.")
         kind = "of the newest" if distinct == newest else "without replacement"
         remedy = "." if kind == "of the newest" else ", or draw with Uniform(replacement=True)."
         raise ValueError(

@@ -26,7 +26,7 @@ import torch
 from devices import on_device
 from model import Drawn, Model, RowModel, Step, StepModel, View, is_observation
 from tolerances import close
-from transitions import EXACT, STORED, check_rows, fill
+from transitions import EXACT, STORED, check_rows, fill, handed_in
 
 from gpu_replay import Batch, Field, ReplayBuffer, TrajectoryReplayBuffer
 
@@ -342,7 +342,8 @@ class StepPair(Both):
 
     def add(self, steps: Sequence[Step]) -> list[int]:
         given = taken_by(self.buffer, steps, self.fields)
-        keys, (expected,) = self.told(lambda: self.buffer.add(**given), [steps])
+        handed = handed_in(given, self.model.count)
+        keys, (expected,) = self.told(lambda: self.buffer.add(**handed), [steps])
         for value in given.values():
             # vector environments hand out the same arrays at every step
             value[...] = 0

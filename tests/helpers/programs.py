@@ -94,7 +94,7 @@ def any_call(draw: random.Random, kind: str, capacity: int, envs: int, end: floa
     if chance < 0.45:
         own = draw.random() < 0.3
         if kind == "rows":
-            count = draw.randint(1, draw.choice((1, 3, capacity // 2 + 1, capacity, 2 * capacity + 3)))
+            count = draw.randint(0, draw.choice((1, 3, capacity // 2 + 1, capacity, 2 * capacity + 3)))
             return "add", count, numbers(draw, count, style) if own else None
         many = draw.choice((1, 1, 1, 1, 2, 2 * capacity // envs + 1))
         steps = [letters(draw, envs, end) for _ in range(draw.randint(1, many))]
