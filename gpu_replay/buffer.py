@@ -133,8 +133,8 @@ class ReplayBuffer(Buffer):
             check_names(fields, self._fields)
         values, rows, ready, single = self._rows_of(fields, None)
         if priority is not None:
-            on_host, device = self._on_host, self._device
-            priority = validation.as_priorities("priority", priority, rows, device, as_array=on_host, single=single)
+            given = validation.with_axis(priority) if single else priority
+            priority = validation.as_priorities("priority", given, rows, self._device, as_array=self._on_host)
         if not rows:
             return torch.empty(0, dtype=torch.int64, device=self._device)
         with self._lock:

@@ -267,8 +267,8 @@ class TrajectoryReplayBuffer(Buffer):
             finals = {name: [value] for name, value in finals.items()}
         final_rows = self._input.finals(finals, terminated, truncated) if finals else None
         if priority is not None:
-            on_host, device = self._on_host, self._device
-            priority = validation.as_priorities("priority", priority, envs, device, as_array=on_host, single=single)
+            given = validation.with_axis(priority) if single else priority
+            priority = validation.as_priorities("priority", given, envs, self._device, as_array=self._on_host)
         with self._lock:
             return self._engine.add_step(values, terminated, truncated, priority, final_rows, ready)
 

@@ -33,18 +33,12 @@ _NUMPY_OF = {each: name for name, each in TORCH_OF.items()}
 _INT64 = np.dtype(np.int64)
 # of no number
 _NO_DTYPE = np.dtype("V1")
-# kinds of single numbers that are stored as they are, and whether only small ones
-_SINGLE = {
-    (kind, np.dtype(dtype)): checked
-    for kinds, dtype, checked in (
-        ((float, np.float64), "float32", True),
-        ((float, np.float64), "float64", False),
-        ((np.float32,), "float32", False),
-        ((int,), "int64", True),
-        ((np.int64,), "int64", False),
-        ((bool, np.bool_), "bool", False),
-    )
-    for kind in kinds
+# kinds of single numbers that are stored as they are, if they are smaller than this
+_FLOATS = (float, np.float32, np.float64)
+_SINGLE: dict[np.dtype[Any], tuple[type, ...]] = {
+    **dict.fromkeys(map(np.dtype, (np.float32, np.float64)), _FLOATS),
+    _INT64: (int, np.int64),
+    np.dtype(bool): (bool, np.bool_),
 }
 _SMALL = 2.0**62
 _REAL = (np.dtype(np.float32), np.dtype(np.float64))
@@ -258,6 +252,11 @@ def host_rows(
     return values, count or 0, False, False
 
 
+def with_axis(value: Any) -> Any:
+    """A value of one row with the axis of rows."""
+    return value[None] if isinstance(value, (Tensor, np.ndarray)) else [value]
+
+
 def _single_row(
     fields: Mapping[str, Any], checks: Checks, rows: int | None, device: torch.device, *, on_host: bool
 ) -> dict[str, Any]:
@@ -269,15 +268,10 @@ def _single_row(
         array = plain_array(value) if on_host else None
         if array is not None and array.dtype == dtype and array.shape == shape:
             values[name] = array[None]
-        elif (
-            on_host
-            and not shape
-            and (checked := _SINGLE.get((type(value), dtype))) is not None
-            and (not checked or -_SMALL < value < _SMALL)
-        ):
+        elif on_host and not shape and type(value) in _SINGLE.get(dtype, ()) and -_SMALL < value < _SMALL:
             values[name] = np.array((value,), dtype)
         else:
-            array = value if hasattr(value, "ndim") else _array_from(name, value)
+            array = value if isinstance(value, (Tensor, np.ndarray)) else _array_from(name, value)
             if array.ndim != len(shape):
                 return {}
             values[name] = as_field(name, array[None], field, 1, device, on_host=on_host)
@@ -431,12 +425,9 @@ def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: boo
     return numpy_view("keys", keys) if as_array else keys, priorities, False
 
 
-def as_priorities(
-    name: str, value: Any, rows: int, device: torch.device, *, as_array: bool, single: bool = False
-) -> Any:
-    """Priorities as a (rows,) tensor of real numbers, or `as_array` of float32 or float64; on a CPU all are finite.
-
-    They may also come as (rows, 1), and that of a `single` row as one number.
+def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_array: bool) -> Any:
+    """Priorities, (rows,) or (rows, 1), as a (rows,) tensor of real numbers, or `as_array` of float32 or float64; on a
+    CPU all are finite.
 
     Raises TypeError for booleans and non-numbers, ValueError for another shape, a third device or, on the CPU, for
     priorities that are not finite.
@@ -444,7 +435,7 @@ def as_priorities(
     tensor = as_tensor(name, value, device)
     if tensor.dtype == torch.bool or tensor.dtype not in STORABLE:
         raise TypeError(f"{name} must be real numbers; found {tensor.dtype}.")
-    if (single and tensor.dim() == 0) or (tensor.dim() == 2 and tensor.shape[1] == 1):
+    if tensor.dim() == 2 and tensor.shape[1] == 1:
         tensor = tensor.reshape(-1)
     if tensor.dim() != 1 or tensor.shape[0] != rows:
         hint = ""
