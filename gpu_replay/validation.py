@@ -268,7 +268,13 @@ def _single_row(
         array = plain_array(value) if on_host else None
         if array is not None and array.dtype == dtype and array.shape == shape:
             values[name] = array[None]
-        elif on_host and not shape and type(value) in _SINGLE.get(dtype, ()) and -_SMALL < value < _SMALL:
+        elif (
+            on_host
+            and not shape
+            and type(value) in _SINGLE.get(dtype, ())
+            # numbers of NumPy that are no Python numbers fit, and take long to compare
+            and (not isinstance(value, (int, float)) or -_SMALL < value < _SMALL)
+        ):
             values[name] = np.array((value,), dtype)
         else:
             array = value if isinstance(value, (Tensor, np.ndarray)) else _array_from(name, value)

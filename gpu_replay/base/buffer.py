@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -44,14 +44,6 @@ class Buffer(StatefulBuffer):
     _needed: str = ""
     # the expected names, dtypes and shapes of the values of an `add`
     _checks: validation.Checks
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Raises AttributeError, which says where attributes of other libraries' buffers are."""
-            here = {"size": "len(buffer)", "full": "len(buffer) == buffer.capacity", "can_sample": "stats().eligible"}
-            hint = f"; use {here[name]}" if name in here else ""
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}.")
 
     # attributes
 

@@ -88,17 +88,20 @@ def add_steps(
     places:    (T * E,) as `plan_finals` gives them; or nothing where no final observations came.
     saturated: how many masses were cut.
     settings:  environments, frames of a stack, whether the step after an ending carries the final observation, where
-               the mass of starts without one is found, the fixed one, or that before any other, and whether the first
-               flawed ending raises UserWarning before anything changes.
+               the mass of starts without one is found, the fixed one, or that before any other, and whether steps
+               with a flawed ending are refused, before anything changes.
     flags to parted: as in `ops.eligibility.Streams`, flat; spans and parted are empty without hindsight.
     rewards, times_sampled: (slots,) of the ring.
     flat, starts, low, high, changed_slots: a tree of masses, or of ones without masses.
     ones, one_starts: a second tree, of ones, or empty.
+    returns:   whether the steps were refused.
     """
     envs, stack, next_step, first_mass, source = settings[0], settings[1], settings[2] != 0, settings[4], settings[3]
     slots, lines = flags.size, pending.size // envs
     steps, count, n, hindsight = slots // envs, terminated.size // envs, lines - 1, spans.size > 0
     first, deepest = counters[_ADDED] // envs, 2**31 - 1 - n
+    # neither an early return nor a write: each would cost a count of references to all arrays
+    refused = False
     if settings[5]:
         for env in range(envs):
             before = np.int64(flags[(first - 1) % steps * envs + env])
@@ -106,8 +109,10 @@ def add_steps(
                 own = at * envs + env
                 dead, kept = is_dead(next_step, before), places.size > 0 and places[own] >= 0
                 if is_flawed(next_step, dead, terminated[own], truncated[own], own_rewards[own], kept):
-                    raise UserWarning
+                    refused = True
                 before = np.int64(0 if dead else terminated[own] * _TERMINATED | truncated[own] * _TRUNCATED)
+    if refused:
+        count, saturated = 0, 0
     for at in range(count):
         step = first + at
         row, line = step % steps, step % lines
@@ -199,3 +204,4 @@ def add_steps(
         sum_above(ones, one_starts, row * envs, stop * envs)
         left -= stop - row
         row = 0
+    return refused

@@ -7,7 +7,8 @@ fields is changed by one loop.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import starmap
+from itertools import chain, starmap, takewhile
+from operator import not_
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -97,10 +98,9 @@ class HostSteps:
         """
         flat_masses = _NOTHING if masses is None else plain(masses)
         call = *map(plain, steps), flat_masses, kept.places, saturated, *self._arguments
-        try:
-            # the loop comes first: it raises before anything has changed
-            return commit(result, starmap(self._add, (call,)), *changes)
-        except UserWarning:
+        # as `commit` does, but the loop comes first, and nothing after it where it refuses
+        if not tuple(takewhile(not_, chain(starmap(self._add, (call,)), *changes))):
             warn_of_flaw(self._shape)
             self._settings[-1] = 0
-            return commit(result, starmap(self._add, (call,)), *changes)
+            commit(result, starmap(self._add, (call,)), *changes)
+        return result

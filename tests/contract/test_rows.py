@@ -197,10 +197,6 @@ def guesses(path: Path) -> dict[str, tuple[Callable[[], Any], type[Exception], s
         "ratio": (lambda: Hindsight(reward_fn=max, ratio=4), ValueError, r"from 0 to 1; found 4\..*ratio=0\.8 here"),
         "beta": (lambda: Proportional(beta=(0.4, 1.0)), TypeError, r"LinearSchedule\(start, end, steps\)"),  # type: ignore[arg-type]
         "early": (lambda: stream.sample(2), RuntimeError, "no eligible starts.*n_step=3 steps.*observation after"),
-        "size": (lambda: rows.size, AttributeError, r"no attribute 'size'; use len\(buffer\)"),  # type: ignore[attr-defined]
-        "full": (lambda: rows.full, AttributeError, "buffer.capacity"),  # type: ignore[attr-defined]
-        "can_sample": (lambda: stream.can_sample(2), AttributeError, r"stats\(\)\.eligible"),  # type: ignore[attr-defined]
-        "unknown": (lambda: rows.wings, AttributeError, "ReplayBuffer has no attribute 'wings'"),  # type: ignore[attr-defined]
     }
     return table
 
