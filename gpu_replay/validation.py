@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 import os
 import reprlib
-import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -45,14 +43,6 @@ _REAL = (np.dtype(np.float32), np.dtype(np.float64))
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # unsigned numbers of torch that int64 can hold whatever they are
 _UNSIGNED = (torch.uint16, torch.uint32)
-
-
-def warn_caller(message: str) -> None:
-    """Issue a UserWarning at the line outside of the package that led here."""
-    level, frame = 1, sys._getframe()
-    while (back := frame.f_back) is not None and frame.f_globals["__name__"].startswith(__package__ or ""):
-        level, frame = level + 1, back
-    warnings.warn(message, stacklevel=level)
 
 
 def record_stream(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> Tensor:
