@@ -180,8 +180,9 @@ class TrajectoryReplayBuffer(Buffer):
         Raises TypeError for what is no environment, and warns where its observations look like stacks of frames, which
         the buffer would store several times.
         """
-        if isinstance(env, (int, np.integer)):
-            raise TypeError(f"from_env takes (env, capacity); found ({env}, {type(capacity).__name__}): exchange them.")
+        if isinstance(env, (int, float, np.number)):
+            found = f"({env}, {type(capacity).__name__})"
+            raise TypeError(f"from_env takes (env, capacity), and the two are exchanged: found {found}.")
         arguments = {**vector_settings(env, single=True), **settings}
         if "autoreset" not in arguments:
             raise ValueError(

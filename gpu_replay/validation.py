@@ -437,7 +437,7 @@ def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_
         hint = ""
         if tensor.dim() == 2 and tensor.shape[0] == rows:
             # as of sequences
-            hint = " Reduce them over time, as R2D2 does: 0.9 * p.amax(1) + 0.1 * p.mean(1)."
+            hint = " Those of sequences reduce over time, as R2D2 does: 0.9 * p.amax(1) + 0.1 * p.mean(1)."
         raise ValueError(
             f"{name} must have shape [{rows}], one for each transition or sequence; found {list(tensor.shape)}.{hint}"
         )

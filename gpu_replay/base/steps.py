@@ -45,8 +45,8 @@ class StepInput:
         fields = flattened(values, self._fields)
         if any(name == "next_obs" or name.startswith("next_obs.") for name in fields):
             raise KeyError(
-                "a trajectory buffer takes no next_obs: observations are stored once, and the next step brings it. "
-                "Give final_obs= where an episode ended and the next step is of another one."
+                "a trajectory buffer takes no next_obs: observations are stored once, and the next step brings it; "
+                "give final_obs= where an episode ended and the next step is of another one."
             )
         finals = {name: fields.pop(f"final_{name}") for name in self._observations if f"final_{name}" in fields}
         check_names(fields, self._fields)
