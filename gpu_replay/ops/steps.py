@@ -7,8 +7,7 @@ fields is changed by one loop.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain, starmap, takewhile
-from operator import not_
+from itertools import starmap
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -20,6 +19,8 @@ from gpu_replay.ops.ring import commit, plain
 
 Result = TypeVar("Result")
 _NOTHING = np.zeros(0, dtype=np.int64)
+# raises KeyError for steps that were refused
+_TAKEN = {False: None}
 _NOWHERE = np.zeros(0, dtype=np.int32)
 
 
@@ -98,9 +99,10 @@ class HostSteps:
         """
         flat_masses = _NOTHING if masses is None else plain(masses)
         call = *map(plain, steps), flat_masses, kept.places, saturated, *self._arguments
-        # as `commit` does, but the loop comes first, and nothing after it where it refuses
-        if not tuple(takewhile(not_, chain(starmap(self._add, (call,)), *changes))):
+        try:
+            # the loop comes first: where it refuses, nothing is written
+            return commit(result, map(_TAKEN.__getitem__, starmap(self._add, (call,))), *changes)
+        except KeyError:
             warn_of_flaw(self._shape)
             self._settings[-1] = 0
-            commit(result, starmap(self._add, (call,)), *changes)
-        return result
+        return commit(result, starmap(self._add, (call,)), *changes)
