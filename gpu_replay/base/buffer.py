@@ -237,7 +237,8 @@ class Buffer(StatefulBuffer):
         """Give the transitions with these keys new priorities.
 
         keys:       (m,) int64 as `batch.key`; those no longer live are ignored and counted in `stats().stale_updates`.
-        priorities: (m,) absolute TD errors or other non-negative numbers; the sign is dropped.
+        priorities: (m,) or (m, 1) absolute TD errors or other non-negative numbers; the sign is dropped. Of sequences
+                    one for each: reduce those of the steps over time.
 
         A mass is never below one unit, 2^-20: a priority of 0 with `eps=0` counts as that, and so do TD errors below
         1e-6 with `alpha=1` (with `alpha=0.6` below 1e-10). A key that appears twice: the last one wins. With a sampler
