@@ -3,6 +3,7 @@
     from gpu_replay.integrations.sb3 import PrioritizedDQN, SB3ReplayBuffer
 
     model = SAC("MlpPolicy", env, replay_buffer_class=SB3ReplayBuffer)
+    model = SAC("MultiInputPolicy", env, replay_buffer_class=SB3HerReplayBuffer)    # of goals
     model = PrioritizedDQN("MlpPolicy", env, n_steps=3, replay_buffer_kwargs={"sampler": Proportional(beta=0.4)})
     rb = SB3ReplayBuffer(10_000, space, actions, device, handle_timeout_termination=False)    # in a loop of CleanRL
 
@@ -27,11 +28,13 @@ from stable_baselines3.common.buffers import ReplayBuffer as PlainReplayBuffer
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.preprocessing import get_obs_shape
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
-from stable_baselines3.common.vec_env import VecNormalize
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+from stable_baselines3.her.goal_selection_strategy import GoalSelectionStrategy
+from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from gpu_replay import Batch, Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Batch, Field, Hindsight, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.samplers import Sampler
 from gpu_replay.spaces import step_fields
 
@@ -61,6 +64,7 @@ class SB3ReplayBuffer(PlainReplayBuffer):
     following: Tensor
     weight: Tensor
     errors: list[Tensor]
+    _relabel: Hindsight | None = None
 
     def __init__(
         self,
@@ -97,12 +101,13 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         fields["action"] = Field((self.action_dim,), found["action"].dtype)
         settings: dict[str, Any] = {"sampler": sampler, "device": self.device, "seed": seed}
         self.storage: ReplayBuffer | TrajectoryReplayBuffer
-        if n_steps == 1:
+        if n_steps == 1 and self._relabel is None:
             fields |= {f"next_{name}": fields[name] for name in shapes}
             fields |= {"reward": Field((), torch.float32), "terminated": Field((), torch.bool)}
             self.storage = ReplayBuffer(self.buffer_size * n_envs, fields, **settings)
         else:
-            settings |= {"n_step": n_steps, "gamma": gamma, "autoreset": "same_step"}
+            settings |= {"n_step": n_steps, "autoreset": "same_step", "relabel": self._relabel}
+            settings |= {} if gamma is None else {"gamma": gamma}
             self.storage = TrajectoryReplayBuffer(self.buffer_size * n_envs, n_envs, fields, **settings)
         # the observations that the next step must start from, by name, and the environments whose episode continues
         self._next_obs: dict[str, np.ndarray] = {}
@@ -291,6 +296,78 @@ def _equal_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def _by_field(parts: Any) -> dict[str, Any]:
     """The values of an observation, or of the parts of a dictionary observation, by field name."""
     return {f"obs.{name}": part for name, part in parts.items()} if isinstance(parts, dict) else {"obs": parts}
+
+
+class _GoalReward:
+    """The `compute_reward` of the first environment, as Stable-Baselines3 asks for it; saved without environments."""
+
+    def __init__(self, env: VecEnv | None = None) -> None:
+        self.env = env
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _GoalReward, ()
+
+    def __call__(self, achieved: Tensor, desired: Tensor) -> np.ndarray:
+        if self.env is None:
+            raise RuntimeError("the buffer was loaded without environments, which compute rewards: call set_env(env).")
+        infos: list[dict[str, Any]] = [{} for _ in range(len(achieved))]
+        goals = (each.cpu().numpy() for each in (achieved, desired))
+        (found,) = self.env.env_method("compute_reward", *goals, infos, indices=[0])
+        return np.asarray(found, np.float32)
+
+
+class SB3HerReplayBuffer(SB3ReplayBuffer, HerReplayBuffer):
+    """Hindsight for `replay_buffer_class=`, in place of `HerReplayBuffer`; each observation is stored once.
+
+    env:                     computes rewards of new goals, by its `compute_reward`; the algorithm gives it.
+    n_sampled_goal:          rewritten transitions for each that stays: their share is `1 - 1 / (n_sampled_goal + 1)`.
+    goal_selection_strategy: "future", "final" or "episode".
+    copy_info_dict:          must be False: infos are not stored, and `compute_reward` gets empty ones.
+    args, settings:          as in SB3ReplayBuffer; `n_steps` must be 1.
+
+    Steps of running episodes are sampled too, so that training may begin before the first ending. Raises ValueError for
+    `copy_info_dict` and for unknown strategies.
+    """
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Dict,
+        action_space: spaces.Space[Any],
+        env: VecEnv,
+        *args: Any,
+        n_sampled_goal: int = 4,
+        goal_selection_strategy: GoalSelectionStrategy | str = "future",
+        copy_info_dict: bool = False,
+        **settings: Any,
+    ) -> None:
+        if copy_info_dict:
+            raise ValueError("SB3HerReplayBuffer does not store infos: compute_reward must not need them.")
+        named = goal_selection_strategy
+        strategy: Any = named.lower() if isinstance(named, str) else named.name.lower()
+        self.env, self._goal_reward = env, _GoalReward(env)
+        ratio = 1 - 1 / (n_sampled_goal + 1)
+        self._relabel = Hindsight(reward_fn=self._goal_reward, ratio=ratio, strategy=strategy)
+        SB3ReplayBuffer.__init__(self, buffer_size, observation_space, action_space, *args, **settings)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "env"}
+
+    def set_env(self, env: VecEnv) -> None:
+        """Set the environments of a loaded buffer. Raises ValueError where there are some."""
+        super().set_env(env)
+        self._goal_reward.env = env
+
+    def truncate_last_trajectory(self) -> None:
+        """End running episodes, since other ones follow: their newest steps are not sampled. Warns if there are any."""
+        if self._goes_on.any():
+            warnings.warn(
+                "The last trajectory in the replay buffer will be truncated. If its episodes go on, load the buffer "
+                "with truncate_last_traj=False.",
+                stacklevel=2,
+            )
+            self.storage.begin_episodes(self._goes_on)  # type: ignore[union-attr]
+            self._goes_on[:] = False
 
 
 class _Prioritized(OffPolicyAlgorithm):

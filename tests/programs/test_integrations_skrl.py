@@ -1,0 +1,267 @@
+"""skrl's agents on our memory: samples are what its own RandomMemory holds, and its trainer learns from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("skrl", reason="needs skrl, in the extra `integrations`")
+
+from skrl.agents.torch.sac import SAC
+from skrl.envs.wrappers.torch import wrap_env
+from skrl.memories.torch import RandomMemory
+from skrl.models.torch import DeterministicMixin, GaussianMixin, Model
+from skrl.trainers.torch import SequentialTrainer
+
+from gpu_replay import CheckpointError, Proportional
+from gpu_replay.integrations.skrl import ReplayMemory
+
+SIZES = {"observations": 3, "states": 5, "actions": 2, "rewards": 1, "next_observations": 3, "next_states": 5}
+SIZES |= {"terminated": 1}
+NAMES = list(SIZES)
+
+
+def made(kind: Any, steps: int, envs: int, names: list[str] = NAMES, **more: Any) -> Any:
+    """A memory with the tensors that SAC creates."""
+    memory = kind(memory_size=steps, num_envs=envs, device="cpu", **more)
+    for name in names:
+        size = SIZES.get(name, 1)
+        assert (
+            memory.create_tensor(name, size=size, dtype=torch.float32 if name in SIZES and size > 1 else None) or True
+        )
+    return memory
+
+
+def steps_of(count: int, envs: int, resets: bool, seed: int = 0) -> list[dict[str, Tensor]]:
+    """Steps as skrl's trainer records them; where `resets`, the next observation of an ended one is its last."""
+    random = torch.Generator().manual_seed(seed)
+    seen = {name: torch.rand(count + 1, envs, SIZES[name], generator=random) for name in ("observations", "states")}
+    found = []
+    for t in range(count):
+        ended, kind = torch.rand(envs, 1, generator=random) < 0.3, torch.rand(envs, 1, generator=random) < 0.5
+        step = {name: values[t] for name, values in seen.items()}
+        for name, values in seen.items():
+            last = torch.rand(envs, SIZES[name], generator=random)
+            step[f"next_{name}"] = torch.where(ended, last, values[t + 1]) if resets else values[t + 1]
+        step |= {"actions": torch.rand(envs, 2, generator=random), "rewards": torch.rand(envs, 1, generator=random)}
+        found.append(step | {"terminated": ended & kind, "truncated": ended & ~kind})
+    return found
+
+
+def memories(steps: int, envs: int) -> tuple[ReplayMemory, RandomMemory]:
+    ours, theirs = (kind(memory_size=steps, num_envs=envs, device="cpu") for kind in (ReplayMemory, RandomMemory))
+    for memory in (ours, theirs):
+        for name, size in SIZES.items():
+            assert memory.create_tensor(name, size=size, dtype=torch.bool if name == "terminated" else torch.float32)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["as SAC passes them", "with truncated"])
+@pytest.mark.parametrize("resets", [False, True], ids=["next of the new episode", "next of the old episode"])
+@pytest.mark.parametrize("count", [20, 75], ids=["not full", "full"])
+@pytest.mark.parametrize("envs", [1, 4])
+def test_samples_are_what_its_own_memory_holds(envs: int, count: int, resets: bool, told: bool) -> None:
+    ours, theirs = memories(32, envs)
+    for step in steps_of(count, envs, resets):
+        given = step if told else {name: value for name, value in step.items() if name != "truncated"}
+        # an environment may write its next step into the same tensors
+        reused = {name: value.clone() for name, value in given.items()}
+        ours.add_samples(**reused)
+        theirs.add_samples(**given)
+        for value in reused.values():
+            value.fill_(7)
+    assert len(ours) == len(theirs)
+    (found,) = ours.sample([*NAMES, "nothing"], batch_size=400)
+    assert found.pop() is None
+    # one step more is stored than there: the newest one is kept beside the ring
+    recent = ours.get_sampling_indexes() >= (count - 32) * envs
+    key, found = ours.get_sampling_indexes()[recent], [column[recent] for column in found]
+    (wanted,) = theirs.sample_by_index(NAMES, indexes=key % (32 * envs))
+    over = wanted[NAMES.index("terminated")][:, 0]
+    for name, one, other in zip(NAMES, found, wanted, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        # what follows a terminated step counts for nothing
+        rows = ~over if name.startswith("next") else slice(None)
+        assert torch.equal(one[rows], other[rows]), name
+    # the newest step is sampled with the next one, and so is the one before it where its episode goes on
+    stored = range(max(0, count - 32), count - 2)
+    assert set((key // envs).tolist()) >= set(stored)
+    assert key.max() < (count - 1) * envs
+
+
+def test_mini_batches_share_the_rows() -> None:
+    ours, _ = memories(32, 4)
+    for step in steps_of(20, 4, True):
+        ours.add_samples(**step)
+    parts = ours.sample(["observations", "states"], batch_size=10, mini_batches=3)
+    assert [[len(column) for column in part] for part in parts] == [[4, 4], [3, 3], [3, 3]]
+
+
+def test_windows_are_consecutive_steps_of_an_environment() -> None:
+    ours, _ = memories(32, 4)
+    steps = steps_of(60, 4, False)
+    for step in steps:
+        ours.add_samples(**step)
+    (found,) = ours.sample(["observations", "terminated"], batch_size=50, sequence_length=5)
+    assert [column.shape for column in found] == [(250, 3), (250, 1)]
+    for row, key in enumerate(ours.get_sampling_indexes().tolist()):
+        t, e = divmod(key, 4)
+        for k in range(5):
+            assert torch.equal(found[0][5 * row + k], steps[t + k]["observations"][e])
+            assert torch.equal(found[1][5 * row + k], steps[t + k]["terminated"][e])
+
+
+def test_the_first_steps_are_sampled_at_once() -> None:
+    ours, theirs = memories(32, 4)
+    with pytest.raises(RuntimeError, match="holds 0 steps. Add more"):
+        ours.sample(NAMES, batch_size=8)
+    with pytest.raises(RuntimeError, match="holds 0 steps. Add more"):
+        ours.save("anywhere")
+    for step in steps_of(5, 4, True):
+        ours.add_samples(**step)
+        theirs.add_samples(**step)
+        (found,) = ours.sample(NAMES, batch_size=8)
+        (held,) = theirs.sample_by_index(NAMES, indexes=list(range(len(theirs))))
+        for name, one, other in zip(NAMES, found, held, strict=True):
+            assert name.startswith("next") or {tuple(row) for row in one.tolist()} <= {tuple(r) for r in other.tolist()}
+
+
+def test_half_the_bytes_in_bfloat16() -> None:
+    sizes = {"observations": 64, "states": 96, "actions": 12, "rewards": 1, "next_observations": 64, "next_states": 96}
+    found = []
+    for dtype in (None, torch.bfloat16):
+        memory = ReplayMemory(memory_size=1024, num_envs=64, device="cpu", dtype=dtype)
+        for name, size in (sizes | {"terminated": 1}).items():
+            memory.create_tensor(name, size=size, dtype=torch.bool if name == "terminated" else torch.float32)
+        step = {name: torch.rand(64, size) for name, size in sizes.items()} | {"terminated": torch.zeros(64, 1).bool()}
+        for _ in range(4):
+            memory.add_samples(**step)
+        found.append(memory.buffer.nbytes / memory.buffer.capacity)
+        (sampled,) = memory.sample(["observations", "actions"], batch_size=16)
+        assert [each.dtype for each in sampled] == [torch.float32, torch.float32]
+    # theirs: four observations, an action, a reward, a flag
+    assert found[0] < 0.6 * 1333
+    assert found[1] < 0.37 * 1333
+
+
+def test_a_saved_memory_continues_with_new_episodes(tmp_path: Path) -> None:
+    first, second = memories(32, 4)[0], memories(32, 4)[0]
+    with pytest.raises(ValueError, match="needs a folder"):
+        first.save()
+    steps = steps_of(20, 4, False)
+    for step in steps[:12]:
+        first.add_samples(**step)
+    first.save(str(tmp_path / "memory"), format="pt")
+    second.load(str(tmp_path / "memory"))
+    # the newest step is not saved
+    assert len(second) == 11 * 4
+    (found,) = second.sample(["observations", "actions"], batch_size=100)
+    t, e = second.get_sampling_indexes() // 4, second.get_sampling_indexes() % 4
+    assert torch.equal(found[1], torch.stack([steps[int(a)]["actions"][int(b)] for a, b in zip(t, e, strict=True)]))
+    for step in steps[12:]:
+        second.add_samples(**step)
+    other = memories(16, 4)[0]
+    for step in steps[:3]:
+        other.add_samples(**step)
+    with pytest.raises(CheckpointError, match="has the capacity 128; this buffer has 64"):
+        other.load(str(tmp_path / "memory"))
+    second.reset()
+    assert len(second) == 0
+
+
+def test_what_it_cannot_do_says_so() -> None:
+    memory = ReplayMemory(memory_size=32, num_envs=4, device="cpu")
+    assert memory.create_tensor("observations", size=3, dtype=torch.float32)
+    assert not memory.create_tensor("observations", size=3, dtype=torch.float32)
+    assert not memory.create_tensor("states", size=None)
+    assert memory.get_tensor_names() == ["observations"]
+    with pytest.raises(ValueError, match="created with size .3,. and torch.float32; found .4,."):
+        memory.create_tensor("observations", size=4, dtype=torch.float32)
+    with pytest.raises(KeyError, match="actions, rewards, next_observations, terminated is missing"):
+        memory.add_samples(observations=torch.zeros(4, 3))
+    for call in (memory.sample_all, memory.get_tensor_by_name, memory.sample_by_index):
+        with pytest.raises(NotImplementedError, match="On-policy agents.*need RandomMemory"):
+            call(["observations"])
+    ours, _ = memories(32, 4)
+    step = {name: value[:2] for name, value in steps_of(1, 4, False)[0].items()}
+    with pytest.raises(ValueError, match=r"needs shape \[4, 3\], all environments at once; found \[2, 3\]"):
+        ours.add_samples(**step)
+    assert len(ours) == 0
+
+
+def test_priorities_are_given_by_the_keys_of_the_last_sample() -> None:
+    ours = ReplayMemory(memory_size=32, num_envs=4, device="cpu", sampler=Proportional(eps=0.0))
+    for name, size in SIZES.items():
+        ours.create_tensor(name, size=size, dtype=torch.bool if name == "terminated" else torch.float32)
+    for step in steps_of(20, 4, False):
+        ours.add_samples(**step)
+    ours.sample(NAMES, batch_size=256)
+    key = ours.get_sampling_indexes()
+    assert ours.buffer is not None
+    ours.buffer.update_priorities(key, torch.where(key == 21, 1e6, 1e-6))
+    ours.sample(NAMES, batch_size=64)
+    assert (ours.get_sampling_indexes() == 21).float().mean() > 0.9
+
+
+class Actor(GaussianMixin, Model):  # type: ignore[misc]
+    def __init__(self, observations: Any, actions: Any) -> None:
+        Model.__init__(self, observation_space=observations, state_space=None, action_space=actions, device="cpu")
+        GaussianMixin.__init__(self)
+        self.net = nn.Sequential(nn.Linear(self.num_observations, 32), nn.ReLU(), nn.Linear(32, self.num_actions))
+        self.log_std = nn.Parameter(torch.zeros(self.num_actions))
+
+    def compute(self, inputs: Any, role: str) -> Any:
+        return 2 * torch.tanh(self.net(inputs["observations"])), {"log_std": self.log_std}
+
+
+class Critic(DeterministicMixin, Model):  # type: ignore[misc]
+    def __init__(self, observations: Any, actions: Any) -> None:
+        Model.__init__(self, observation_space=observations, state_space=None, action_space=actions, device="cpu")
+        DeterministicMixin.__init__(self)
+        size = self.num_observations + self.num_actions
+        self.net = nn.Sequential(nn.Linear(size, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def compute(self, inputs: Any, role: str) -> Any:
+        return self.net(torch.cat([inputs["observations"], inputs["taken_actions"]], 1)), {}
+
+
+@pytest.mark.parametrize("envs", [1, 4])
+def test_its_trainer_learns_from_its_first_step_on(envs: int) -> None:
+    """SAC on Pendulum, cut after 20 steps; a single environment is reset by the trainer."""
+    torch.manual_seed(0)
+    same = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
+    plain = gymnasium.make("Pendulum-v1", max_episode_steps=20)
+    many = gymnasium.make_vec("Pendulum-v1", 4, "sync", vector_kwargs=same, max_episode_steps=20)
+    env = wrap_env(plain if envs == 1 else many, verbose=False)
+    observations, actions = env.observation_space, env.action_space
+    critics = {f"{role}_{i}": Critic(observations, actions) for i in (1, 2) for role in ("critic", "target_critic")}
+    memory = ReplayMemory(memory_size=300, num_envs=envs, device="cpu")
+    quiet = {"experiment": {"write_interval": 0, "checkpoint_interval": 0}}
+    agent = SAC(
+        models={"policy": Actor(observations, actions), **critics},
+        memory=memory,
+        observation_space=observations,
+        action_space=actions,
+        device="cpu",
+        cfg={"batch_size": 32, "learning_starts": 0, **quiet},
+    )
+    before = [each.clone() for each in agent.policy.parameters()]
+    quiet = {"disable_progressbar": True, "close_environment_at_exit": False, "headless": True}
+    SequentialTrainer(cfg={"timesteps": 60, **quiet}, env=env, agents=agent).train()
+    env.close()
+    assert not all(map(torch.equal, before, agent.policy.parameters()))
+    assert all(each.isfinite().all() for each in agent.policy.parameters())
+    (found,) = memory.sample(["observations", "actions", "next_observations"], batch_size=300)
+    assert memory.buffer.stats().eligible == memory.buffer.added - envs
+    # its trainer reset the single environment itself: the next observation is still that of the old episode
+    cosine, sine = found[2][:, 0], found[2][:, 1]
+    torch.testing.assert_close(cosine.square() + sine.square(), torch.ones(300))
+    speed, moved = found[2][:, 2], torch.atan2(sine, cosine) - torch.atan2(found[0][:, 1], found[0][:, 0])
+    within = moved.abs() < 3
+    follows = (moved[within] - 0.05 * speed[within]).abs() < 1e-4
+    assert bool(follows.all()) if envs == 1 else follows.float().mean() > 0.9

@@ -1,0 +1,250 @@
+"""The buffers of FastTD3, holosoma and FlashSAC on ours: their samples are those of their own rule, written as loops.
+
+Their programs are no packages, so that their classes cannot be installed beside these.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+tensordict = pytest.importorskip("tensordict", reason="needs tensordict, in the extra `integrations`")
+gymnasium = pytest.importorskip("gymnasium")
+
+from gpu_replay import CheckpointError, Latest, Proportional  # noqa: E402
+from gpu_replay.integrations.fasttd3 import SimpleReplayBuffer  # noqa: E402
+from gpu_replay.integrations.flashsac import TorchUniformBuffer  # noqa: E402
+
+ENVS, ACTOR, CRITIC, ACTIONS, GAMMA = 4, 3, 5, 2, 0.97
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "symmetric": {"asymmetric_obs": False},
+    "asymmetric": {"asymmetric_obs": True},
+    "playground": {"asymmetric_obs": True, "playground_mode": True},
+    "holosoma": {},
+}
+
+
+class Stream:
+    """Steps of episodes that end in either way; the observations after an ending are not those of the next step.
+
+    Each value is (steps, ENVS, ...); critic observations begin with those of the actor.
+    """
+
+    def __init__(self, steps: int, seed: int = 0) -> None:
+        random = torch.Generator().manual_seed(seed)
+
+        def floats(*shape: int) -> Tensor:
+            return torch.rand(steps, ENVS, *shape, generator=random)
+
+        self.obs, self.action, self.reward = floats(CRITIC), floats(ACTIONS), floats()
+        kind = floats()
+        self.terminated, self.truncated = kind < 0.1, kind > 0.9
+        self.done = self.terminated | self.truncated
+        self.next_obs = torch.where(self.done[..., None], floats(CRITIC), self.obs.roll(-1, 0))
+
+    def fasttd3(self, step: int, critic: bool) -> Any:
+        """A step as its training loop gives it."""
+        after: dict[str, Any] = {"observations": self.next_obs[step, :, :ACTOR], "rewards": self.reward[step]}
+        after |= {"truncations": self.truncated[step].long(), "dones": self.done[step].long()}
+        found = {"observations": self.obs[step, :, :ACTOR], "actions": self.action[step], "next": after}
+        if critic:
+            found["critic_observations"], after["critic_observations"] = self.obs[step], self.next_obs[step]
+        return tensordict.TensorDict(found, batch_size=(ENVS,))
+
+    def flashsac(self, step: int) -> dict[str, Any]:
+        """A step as its training loop gives it: arrays, flags as bools."""
+        names = {"observation": self.obs, "action": self.action, "reward": self.reward, "terminated": self.terminated}
+        names |= {"truncated": self.truncated, "next_observation": self.next_obs}
+        return {name: value[step].numpy() for name, value in names.items()}
+
+    def window(self, step: int, env: int, n: int) -> tuple[float, int, int]:
+        """The sum of rewards of the window from a step, its steps, and the step that it ends with."""
+        for m in range(1, n + 1):
+            if self.done[step + m - 1, env] or m == n:
+                break
+        total = sum(GAMMA**k * float(self.reward[step + k, env]) for k in range(m))
+        return total, m, step + m - 1
+
+
+def fasttd3_filled(
+    stream: Stream, steps: int, ring: int, layout: str = "asymmetric", **more: Any
+) -> SimpleReplayBuffer:
+    given = {"n_env": ENVS, "buffer_size": ring, "n_obs": ACTOR, "n_act": ACTIONS, "gamma": GAMMA, "device": "cpu"}
+    critic = layout != "symmetric"
+    rb = SimpleReplayBuffer(**given, n_critic_obs=CRITIC if critic else ACTOR, **LAYOUTS[layout], **more)
+    for step in range(steps):
+        rb.extend(stream.fasttd3(step, critic))
+    return rb
+
+
+@pytest.mark.parametrize("steps", [40, 130], ids=["not full", "full"])
+@pytest.mark.parametrize("n", [1, 3, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_samples_are_those_of_fasttd3(layout: str, n: int, steps: int) -> None:
+    stream, critic = Stream(steps), layout != "symmetric"
+    rb = fasttd3_filled(stream, steps, 64, layout, n_steps=n)
+    data = rb.sample(200)
+    assert data.batch_size == (ENVS * 200,)
+    after, (t, e) = data["next"], (data["key"] // ENVS, data["key"] % ENVS)
+    torch.testing.assert_close(data["observations"], stream.obs[t, e, :ACTOR])
+    torch.testing.assert_close(data["actions"], stream.action[t, e])
+    found = [stream.window(step, env, n) for step, env in zip(t.tolist(), e.tolist(), strict=True)]
+    reward, count, end = (torch.tensor(column) for column in zip(*found, strict=True))
+    torch.testing.assert_close(after["rewards"], reward)
+    over = stream.terminated[end, e]
+    assert after["dones"].tolist() == stream.done[end, e].long().tolist()
+    assert after["truncations"].tolist() == stream.truncated[end, e].long().tolist()
+    assert (after["dones"].dtype, after["truncations"].dtype) == (torch.int64, torch.int64)
+    # what a terminated window bootstraps from counts for nothing
+    assert after["effective_n_steps"][~over].tolist() == count[~over].float().tolist()
+    torch.testing.assert_close(after["observations"][~over], stream.next_obs[end, e, :ACTOR][~over])
+    assert ("critic_observations" in data, "critic_observations" in after) == (critic, critic)
+    if critic:
+        torch.testing.assert_close(data["critic_observations"], stream.obs[t, e])
+        torch.testing.assert_close(after["critic_observations"][~over], stream.next_obs[end, e][~over])
+    # every complete window of what is stored, and no other
+    complete = range(max(0, steps - 64), steps)
+    last = {
+        env: [step for step in complete if step + n < steps or window_ends(stream, step, env, n)] for env in range(4)
+    }
+    assert set(zip(t.tolist(), e.tolist(), strict=True)) <= {(step, env) for env in last for step in last[env]}
+    assert len(data["key"].unique()) > 0.8 * sum(map(len, last.values()))
+
+
+def window_ends(stream: Stream, step: int, env: int, n: int) -> bool:
+    """Whether an episode ends within the stored steps of a window."""
+    return bool(stream.done[step : step + n, env].any())
+
+
+def test_the_newest_windows_of_a_full_ring_hold_no_old_rewards() -> None:
+    """Rewards are step numbers: with n = 3 the original gives start 19 the reward 28, of 3 steps, and start 18 41."""
+    rb, zero = SimpleReplayBuffer(4, 16, 1, 1, 1, True, n_steps=3, gamma=1.0, device="cpu"), torch.zeros(4).long()
+    for step in range(20):
+        x, ended = torch.full((4, 1), float(step)), zero + (step == 19)
+        after = {"observations": x + 1, "critic_observations": x + 1, "rewards": x[:, 0]}
+        after |= {"truncations": ended, "dones": ended}
+        rb.extend(
+            tensordict.TensorDict({"observations": x, "critic_observations": x, "actions": x, "next": after}, [4])
+        )
+    data = rb.sample(400)
+    sums = {int(s): float(r) for s, r in zip(data["observations"][:, 0], data["next", "rewards"], strict=True)}
+    assert sums == {start: float(sum(range(start, min(start + 3, 20)))) for start in range(4, 20)}
+    assert (sums[19], sums[18]) == (19.0, 37.0)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
+def test_the_steps_of_a_window_give_its_discount_with_any_gamma(gamma: float) -> None:
+    rb = SimpleReplayBuffer(ENVS, 64, ACTOR, ACTIONS, CRITIC, n_steps=3, gamma=gamma, device="cpu", sampler=Latest())
+    for step in range(60):
+        rb.extend(Stream(60).fasttd3(step, True))
+    batch, data = rb.buffer.sample(200), rb.sample(50)
+    after, discount = data["next"], dict(zip(batch.key.tolist(), batch.discount, strict=True))
+    goes_on = (after["dones"] == 0) | (after["truncations"] == 1)
+    wanted = torch.stack([discount[key] for key in data["key"].tolist()])
+    torch.testing.assert_close(gamma ** after["effective_n_steps"][goes_on], wanted[goes_on])
+
+
+def test_slices_of_a_prioritized_batch_are_as_old_as_the_whole() -> None:
+    rb = fasttd3_filled(Stream(500), 500, 500, sampler=Proportional())
+    data = rb.sample(8 * 64)
+    age = [float(part["key"].double().mean()) / (ENVS * 500) for part in data.split(ENVS * 64)]
+    assert max(age) - min(age) < 0.02
+    rb.buffer.update_priorities(data["key"], torch.where(data["key"] == 77, 1e6, 1e-6))
+    again = rb.sample(64)
+    assert (again["key"] == 77).float().mean() > 0.8
+    assert again["weight"][again["key"] == 77].max() < 0.1
+
+
+def test_observations_are_stored_once_and_in_half_the_bytes() -> None:
+    sizes = {"n_obs": 99, "n_act": 29, "n_critic_obs": 120, "asymmetric_obs": True, "n_steps": 8}
+    # stored twice: two observations of each kind, an action, a reward and two flags of 8 bytes
+    theirs = 4 * (2 * 99 + 2 * 120 + 29 + 1) + 16
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        buffer = SimpleReplayBuffer(64, 256, **sizes, device="cpu", dtype=dtype).buffer
+        found[dtype] = buffer.nbytes / buffer.capacity
+    assert theirs == 1888
+    assert found[torch.float32] < 0.72 * theirs
+    assert found[torch.bfloat16] < 0.45 * theirs
+    rb = fasttd3_filled(Stream(30), 30, 64, dtype=torch.bfloat16)
+    data = rb.sample(20)
+    assert data["observations"].dtype == data["next", "critic_observations"].dtype == torch.float32
+    step, env = data["key"] // ENVS, data["key"] % ENVS
+    torch.testing.assert_close(data["critic_observations"], Stream(30).obs[step, env].bfloat16().float())
+
+
+def test_windows_do_not_cross_a_reset_outside_of_the_loop() -> None:
+    stream = Stream(12)
+    stream.done[:] = stream.terminated[:] = stream.truncated[:] = False
+    rb = fasttd3_filled(stream, 6, 64, n_steps=3)
+    rb.begin_episodes()
+    for step in range(6, 12):
+        rb.extend(stream.fasttd3(step, True))
+    assert sorted((rb.sample(100)["key"] // ENVS).unique().tolist()) == [0, 1, 2, 6, 7, 8]
+
+
+def flashsac_filled(stream: Stream, steps: int, n: int, **more: Any) -> TorchUniformBuffer:
+    box, actions = (gymnasium.spaces.Box(-1, 1, (ENVS, size), np.float64) for size in (CRITIC, ACTIONS))
+    buffer = TorchUniformBuffer(box, actions, n, GAMMA, 64 * ENVS, 10 * ENVS, 800, "cpu", **more)
+    for step in range(steps):
+        buffer.add(stream.flashsac(step))
+    return buffer
+
+
+@pytest.mark.parametrize("steps", [40, 130], ids=["not full", "full"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_samples_are_those_of_flashsac(n: int, steps: int) -> None:
+    stream = Stream(steps)
+    buffer = flashsac_filled(stream, steps, n)
+    assert (len(buffer), buffer.can_sample()) == (min(steps, 64) * ENVS, True)
+    batch = buffer.sample()
+    t, e = batch["key"] // ENVS, batch["key"] % ENVS
+    found = [stream.window(step, env, n) for step, env in zip(t.tolist(), e.tolist(), strict=True)]
+    reward, count, end = (torch.tensor(column) for column in zip(*found, strict=True))
+    over = stream.terminated[end, e]
+    torch.testing.assert_close(batch["observation"], stream.obs[t, e])
+    torch.testing.assert_close(batch["action"], stream.action[t, e])
+    torch.testing.assert_close(batch["reward"], reward)
+    assert batch["terminated"].tolist() == over.float().tolist()
+    assert batch["truncated"].tolist() == stream.truncated[end, e].float().tolist()
+    torch.testing.assert_close(batch["next_observation"][~over], stream.next_obs[end, e][~over])
+    # the original bootstraps a window that was cut short with gamma ** n
+    torch.testing.assert_close(batch["discount"], torch.where(over, 0.0, GAMMA**count))
+    assert n == 1 or bool((stream.truncated[end, e] & (count < n)).any())
+    torch.testing.assert_close(buffer.get_observations(), stream.obs[max(0, steps - 64) : steps].flatten(0, 1))
+
+
+def test_a_saved_buffer_of_flashsac_continues_with_new_episodes(tmp_path: Path) -> None:
+    stream = Stream(40)
+    stream.done[:] = stream.terminated[:] = stream.truncated[:] = False
+    first, second = flashsac_filled(stream, 20, 3), flashsac_filled(stream, 0, 3)
+    first.save(tmp_path / "replay_buffer.pt")
+    second.load(tmp_path / "replay_buffer.pt")
+    for step in range(20, 30):
+        second.add(stream.flashsac(step))
+    found = (second.sample()["key"] // ENVS).unique().tolist()
+    # the windows that were open while it was saved are those of no episode
+    assert found == [*range(17), *range(20, 27)]
+    with pytest.raises(CheckpointError, match="has the n_step 3; this buffer has 1"):
+        flashsac_filled(stream, 0, 1).load(tmp_path / "replay_buffer.pt")
+    second.reset()
+    assert (len(second), second.can_sample()) == (0, False)
+
+
+def test_flashsac_can_sample_once_there_is_a_window() -> None:
+    stream = Stream(20)
+    box, actions = (gymnasium.spaces.Box(-1, 1, (ENVS, size)) for size in (CRITIC, ACTIONS))
+    buffer = TorchUniformBuffer(box, actions, 3, GAMMA, 64 * ENVS, 1, 8, "cpu", dtype=torch.bfloat16)
+    ready = []
+    for step in range(6):
+        buffer.add(stream.flashsac(step))
+        ready.append(buffer.can_sample())
+    assert ready == [False, False, False, True, True, True]
+    assert len(buffer.sample()["reward"]) == 8
+    assert math.isclose(buffer.buffer.gamma, GAMMA)
