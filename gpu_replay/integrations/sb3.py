@@ -345,9 +345,9 @@ class SB3HerReplayBuffer(SB3ReplayBuffer, HerReplayBuffer):
             raise ValueError("SB3HerReplayBuffer does not store infos: compute_reward must not need them.")
         named = goal_selection_strategy
         strategy: Any = named.lower() if isinstance(named, str) else named.name.lower()
-        self.env, self._goal_reward = env, _GoalReward(env)
+        self.env = env
         ratio = 1 - 1 / (n_sampled_goal + 1)
-        self._relabel = Hindsight(reward_fn=self._goal_reward, ratio=ratio, strategy=strategy)
+        self._relabel = Hindsight(reward_fn=_GoalReward(env), ratio=ratio, strategy=strategy)
         SB3ReplayBuffer.__init__(self, buffer_size, observation_space, action_space, *args, **settings)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -356,7 +356,8 @@ class SB3HerReplayBuffer(SB3ReplayBuffer, HerReplayBuffer):
     def set_env(self, env: VecEnv) -> None:
         """Set the environments of a loaded buffer. Raises ValueError where there are some."""
         super().set_env(env)
-        self._goal_reward.env = env
+        # the storage of a loaded buffer has its own copy
+        self.storage.relabel.reward_fn.env = env  # type: ignore[union-attr]
 
     def truncate_last_trajectory(self) -> None:
         """End running episodes, since other ones follow: their newest steps are not sampled. Warns if there are any."""

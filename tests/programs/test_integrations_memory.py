@@ -70,6 +70,50 @@ def of_sb3(folder: Path) -> list[Any]:
     return made
 
 
+def of_goals(folder: Path) -> list[Any]:
+    pytest.importorskip("stable_baselines3")
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.envs import BitFlippingEnv
+
+    from gpu_replay.integrations.sb3 import SB3HerReplayBuffer
+
+    env = make_vec_env(BitFlippingEnv, 1, env_kwargs={"continuous": False})
+    obs, infos = env.reset(), [{}]
+    rb = SB3HerReplayBuffer(50, env.observation_space, env.action_space, env, "cpu")
+    for _ in range(20):
+        rb.add(obs, obs, np.zeros(1, int), np.zeros(1), np.zeros(1), infos)
+    rb.sample(4)
+    return [rb, rb.storage]
+
+
+def of_fasttd3(folder: Path) -> list[Any]:
+    tensordict = pytest.importorskip("tensordict")
+    from gpu_replay.integrations.fasttd3 import SimpleReplayBuffer
+
+    rb, rows, flags = SimpleReplayBuffer(2, 50, 3, 3, device="cpu"), torch.ones(2, 3), torch.zeros(2, dtype=torch.int64)
+    after = {"observations": rows, "rewards": rows[:, 0], "dones": flags, "truncations": flags}
+    for _ in range(20):
+        rb.extend(tensordict.TensorDict({"observations": rows, "actions": rows, "next": after}, [2]))
+    return [rb, rb.buffer, rb.sample(4)]
+
+
+def of_skrl(folder: Path) -> list[Any]:
+    pytest.importorskip("skrl")
+    from gpu_replay.integrations.skrl import ReplayMemory
+
+    memory, step = ReplayMemory(memory_size=50, num_envs=2, device="cpu"), {"terminated": torch.zeros(2, 1)}
+    step |= dict.fromkeys(("observations", "next_observations", "actions", "rewards"), torch.ones(2, 1))
+    for name in step:
+        memory.create_tensor(name, size=1, dtype=torch.float32)
+    for _ in range(20):
+        memory.add_samples(**step)
+    memory.sample(["observations"], batch_size=4)
+    first = memory.buffer
+    memory.save(str(folder / "memory"))
+    memory.load(str(folder / "memory"))
+    return [memory, first, memory.buffer]
+
+
 def of_minari(folder: Path) -> list[Any]:
     minari = pytest.importorskip("minari")
     from gymnasium import spaces
@@ -86,7 +130,7 @@ def of_minari(folder: Path) -> list[Any]:
     return [buffer]
 
 
-@pytest.mark.parametrize("use", [of_gymnasium, of_torchrl, of_sb3, of_minari])
+@pytest.mark.parametrize("use", [of_gymnasium, of_torchrl, of_sb3, of_goals, of_fasttd3, of_skrl, of_minari])
 @pytest.mark.usefixtures("collector_off")
 @pytest.mark.filterwarnings("ignore::UserWarning:minari")
 def test_what_is_dropped_is_freed_at_once(

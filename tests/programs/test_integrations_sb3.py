@@ -22,9 +22,11 @@ from gymnasium import spaces  # noqa: E402
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer  # noqa: E402
 from stable_baselines3.common.buffers import ReplayBuffer as PlainReplayBuffer  # noqa: E402
 from stable_baselines3.common.env_util import make_vec_env  # noqa: E402
-from stable_baselines3.common.envs import SimpleMultiObsEnv  # noqa: E402
+from stable_baselines3.common.envs import BitFlippingEnv, SimpleMultiObsEnv  # noqa: E402
 from stable_baselines3.common.evaluation import evaluate_policy  # noqa: E402
+from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl  # noqa: E402
 from stable_baselines3.common.vec_env import VecNormalize  # noqa: E402
+from stable_baselines3.her.her_replay_buffer import HerReplayBuffer  # noqa: E402
 
 from gpu_replay import Proportional, TrajectoryReplayBuffer  # noqa: E402
 from gpu_replay.integrations.sb3 import (  # noqa: E402
@@ -32,6 +34,7 @@ from gpu_replay.integrations.sb3 import (  # noqa: E402
     PrioritizedDQN,
     PrioritizedSAC,
     PrioritizedTD3,
+    SB3HerReplayBuffer,
     SB3ReplayBuffer,
 )
 
@@ -418,6 +421,137 @@ def test_what_cannot_be_says_what_to_do() -> None:
         buffer._get_samples(np.zeros(1, int))
     with pytest.raises(AttributeError, match="no attribute 'other'"):
         buffer.other  # noqa: B018
+
+
+GOALS = spaces.Dict({name: spaces.Box(-9, 9, (2,)) for name in ("observation", "achieved_goal", "desired_goal")})
+
+
+class Rewarding:
+    """The part of a vector environment that buffers ask for rewards: minus the distance in the first number."""
+
+    def env_method(self, name: str, achieved: np.ndarray, desired: np.ndarray, infos: Any, indices: Any) -> list[Any]:
+        assert (name, len(infos), indices) == ("compute_reward", len(achieved), [0])
+        return [-np.abs(achieved[:, 0] - desired[:, 0])]
+
+
+def goal_steps(count: int, length: int = 7) -> list[dict[str, Any]]:
+    """Steps of 2 environments: the achieved goal is (step, environment), the desired one (-1, the episode's number).
+
+    Episodes end with every `length`-th step, by turns in a time limit.
+    """
+
+    def observed(step: int, episode: int) -> dict[str, np.ndarray]:
+        achieved = np.array([[step / 64, env] for env in range(2)])
+        return {"observation": achieved * 2, "achieved_goal": achieved, "desired_goal": np.full((2, 2), -1 - episode)}
+
+    found = []
+    for step in range(count):
+        episode, over = step // length, step % length == length - 1
+        infos = [{"TimeLimit.truncated": over and episode % 2 == 1}] * 2
+        given = {"obs": observed(step, episode), "next_obs": observed(step + 1, episode), "infos": infos}
+        found.append(rest(2, done=np.full(2, over), **given))
+    return found
+
+
+def of_goals(kind: Any, steps: int, **more: Any) -> Any:
+    return kind(2 * steps, GOALS, spaces.Discrete(2), Rewarding(), "cpu", 2, **more)
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
+@pytest.mark.parametrize("count", [35, 98], ids=["not full", "full"])
+@pytest.mark.parametrize("kind", [SB3HerReplayBuffer, HerReplayBuffer])
+def test_goals_are_rewritten_by_the_rule_of_its_own_buffer(kind: Any, count: int, strategy: str) -> None:
+    buffer = of_goals(kind, 49, n_sampled_goal=3, goal_selection_strategy=strategy)
+    for step in goal_steps(count):
+        buffer.add(**step)
+    np.random.seed(0)  # noqa: NPY002 (its own generator)
+    found = buffer.sample(400)
+    given, after = found.observations, found.next_observations
+    step = (given["achieved_goal"][:, 0] * 64).round().long()
+    env, episode, goal = given["achieved_goal"][:, 1], step // 7, given["desired_goal"]
+    rewritten = goal[:, 0] >= 0
+    assert rewritten.sum() == 300
+    assert goal[~rewritten, 0].tolist() == (-1.0 - episode[~rewritten]).tolist()
+    assert torch.equal(after["desired_goal"], goal)
+    torch.testing.assert_close(after["achieved_goal"][:, 0] * 64, step + 1.0)
+    # what was achieved after a step of the episode
+    of = (goal[:, 0] * 64).round().long()[rewritten] - 1
+    assert goal[rewritten, 1].tolist() == env[rewritten].tolist()
+    assert (of // 7).tolist() == episode[rewritten].tolist()
+    last = step[rewritten] // 7 * 7 + 6
+    wanted = {"future": of >= step[rewritten], "final": of == last, "episode": of <= last}[strategy]
+    assert bool(wanted.all())
+    assert strategy == "final" or bool((of != last).any() and (of != step[rewritten]).any())
+    distance = -(after["achieved_goal"][:, 0] - goal[:, 0]).abs()
+    torch.testing.assert_close(found.rewards[:, 0], torch.where(rewritten, distance, 1.0))
+    assert found.dones[:, 0].tolist() == ((step % 7 == 6) & (episode % 2 == 0)).float().tolist()
+    # the final observation of an episode that a time limit ended is there
+    assert bool(((step % 7 == 6) & (episode % 2 == 1)).any())
+    assert step.min() >= count - 49
+    assert len(step.unique()) > 30
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
+def test_hindsight_is_learned_with_from_normalized_environments_and_goes_on_from_a_file(
+    strategy: str, tmp_path: Path
+) -> None:
+    games = {"n_bits": 4, "continuous": True, "max_steps": 4}
+    env = VecNormalize(make_vec_env(BitFlippingEnv, 2, env_kwargs=games), norm_obs=False)
+    kwargs = {"n_sampled_goal": 4, "goal_selection_strategy": strategy}
+    settings: dict[str, Any] = {"replay_buffer_class": SB3HerReplayBuffer, "policy_kwargs": {"net_arch": [8]}, **SMALL}
+    model = sb3.SAC("MultiInputPolicy", env, replay_buffer_kwargs=kwargs, **settings)
+    model.learn(60)
+    assert all(parameter.isfinite().all() for parameter in model.policy.parameters())
+    model.save_replay_buffer(tmp_path / "buffer.pkl")
+    other = sb3.SAC("MultiInputPolicy", env, replay_buffer_kwargs=kwargs, **settings)
+    other.load_replay_buffer(tmp_path / "buffer.pkl", truncate_last_traj=False)
+    ours, theirs = model.replay_buffer.sample(64), other.replay_buffer.sample(64)
+    assert torch.equal(ours.rewards, theirs.rewards)
+    assert torch.equal(ours.observations["desired_goal"], theirs.observations["desired_goal"])
+    other.learn(20, reset_num_timesteps=False)
+    with pytest.raises(ValueError, match="already initialized"):
+        other.replay_buffer.set_env(env)
+
+
+@pytest.mark.filterwarnings("ignore:The last trajectory")
+@pytest.mark.parametrize("cut", [True, False])
+def test_running_episodes_end_in_a_loaded_buffer_if_they_are_cut(cut: bool, tmp_path: Path) -> None:
+    games = {"n_bits": 30, "continuous": False, "max_steps": 10}
+    settings: dict[str, Any] = {"replay_buffer_class": SB3HerReplayBuffer, "policy_kwargs": {"net_arch": [8]}, **SMALL}
+    model = sb3.DQN("MultiInputPolicy", make_vec_env(BitFlippingEnv, 1, env_kwargs=games), **settings)
+    model.learn(24)
+    model.save_replay_buffer(tmp_path / "buffer.pkl")
+    model.load_replay_buffer(tmp_path / "buffer.pkl", truncate_last_traj=cut)
+    buffer, storage = model.replay_buffer, model.replay_buffer.storage
+    # goes on from the last observation of step 23
+    last = {name: buffer._next_obs[f"obs.{name}"] for name in model.observation_space.spaces}
+    assert bool(buffer._goes_on.any()) != cut
+    buffer.add(last, last, **rest(1))
+    buffer.add(last, last, **rest(1))
+    keys = set(storage.sample(2000).key.tolist())
+    assert keys == set(range(25)) - ({23} if cut else set())
+
+
+def test_hindsight_says_what_it_needs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not store infos"):
+        of_goals(SB3HerReplayBuffer, 10, copy_info_dict=True)
+    with pytest.raises(ValueError, match="strategy"):
+        of_goals(SB3HerReplayBuffer, 10, goal_selection_strategy="past")
+    with pytest.raises(ValueError, match="n_step=1"):
+        of_goals(SB3HerReplayBuffer, 10, n_steps=3, gamma=0.9)
+    buffer = of_goals(SB3HerReplayBuffer, 10)
+    for step in goal_steps(10):
+        buffer.add(**step)
+    save_to_pkl(tmp_path / "buffer.pkl", buffer)
+    loaded = load_from_pkl(tmp_path / "buffer.pkl")
+    with pytest.raises(RuntimeError, match="without environments.*set_env"):
+        loaded.sample(4)
+    loaded.set_env(Rewarding())
+    loaded.sample(4)
+    with pytest.warns(UserWarning, match="will be truncated.*truncate_last_traj=False"):
+        loaded.truncate_last_trajectory()
+    # those that ended already
+    loaded.truncate_last_trajectory()
 
 
 # the returns that gpu_replay/integrations/README.md records
