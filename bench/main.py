@@ -17,11 +17,24 @@ from gpu_replay.console.arguments import Parser, pathname, positive
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.progress import Progress
 
-from . import checkpoint, host_time, kernels, operations, peers_suite, plots, records, report, scale, storage, subjects
+from . import (
+    checkpoint,
+    field,
+    host_time,
+    kernels,
+    operations,
+    peers_suite,
+    plots,
+    records,
+    report,
+    scale,
+    storage,
+    subjects,
+)
 from .measure import How, Part, Plan, Run, copy_bandwidth
 from .operations import OURS, Case, chosen
 from .peers import PEERS, available, names_on, peer_versions
-from .records import CannotMeasure, DeviceLost, Record, default_file, read, recorded_files, write
+from .records import CannotMeasure, DeviceLost, Record, default_file, installed_version, read, recorded_files, write
 from .sharded import parts as sharded_parts
 from .subjects import CPU
 
@@ -153,13 +166,14 @@ def _kernels(options: argparse.Namespace) -> Work:
 def _peers(options: argparse.Namespace) -> Work:
     device = _device("peers --device cuda", options.device)
     names = available(options.peer or names_on(device.type), device)
-    versions = peer_versions(names)
+    versions = {**peer_versions(names), "skrl": installed_version("skrl")}
+    many = field.parts(options.quick, device) if options.peer is None else []
     if device.type == "cpu":
         sizes = peers_suite.QUICK if options.quick else peers_suite.Sizes()
-        return Work(peers_suite.parts(sizes, names), changes={"rounds": 5, "versions": versions})
+        return Work([*peers_suite.parts(sizes, names), *many], changes={"rounds": 5, "versions": versions})
     sizes = peers_suite.QUICK if options.quick else peers_suite.ON_GPU
     changes = {"plan": QUICK if options.quick else PEERS_ON_GPU, "versions": versions}
-    return Work(peers_suite.gpu_parts(sizes, names, device), device, ("events", "graph"), changes)
+    return Work([*peers_suite.gpu_parts(sizes, names, device), *many], device, ("events", "graph"), changes)
 
 
 def _host(options: argparse.Namespace) -> Work:

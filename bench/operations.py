@@ -38,6 +38,11 @@ CYCLE: dict[str, Any] = {"call": "cycle", "added": ADD, "drawn": SAMPLE + UPDATE
 # two stacks, read and written; one frame, read and written
 STACKS, FRAME = 2 * 2 * STACK * FRAME_BYTES, 2 * FRAME_BYTES
 
+# a transition of a humanoid, with what only its critic sees
+HUMANOID: dict[str, list[Any]] = {"actor": ["float32", [99]], "critic": ["float32", [120]], "action": ["float32", [29]]}
+# two observations of each kind, an action and a reward
+HUMANOID_BYTES = 4 * (2 * 99 + 2 * 120 + 29 + 1)
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -182,6 +187,10 @@ OPERATIONS: dict[str, Operation] = {
     "storage-one": Operation(call="add", added=2 * ROW_BYTES + 8),
     "storage-blocks": Operation(call="add", added=2 * ROW_BYTES + 8),
     "storage-batches": Operation(call="sample", drawn=2 * ROW_BYTES),
+    # many environments: a step of all is added, rows of n-step windows are sampled
+    "field/bytes": Operation(fields=HUMANOID),
+    "field/add": Operation(added=2 * HUMANOID_BYTES, fields=HUMANOID),
+    **{f"field/sample, n = {n}": Operation(drawn=2 * HUMANOID_BYTES, fields=HUMANOID) for n in (1, 3, 8)},
     # over the bytes of a row's fields
     "bytes": Operation(),
     "sharded": Operation(),

@@ -18,6 +18,7 @@ from gpu_replay.console.markdown import number, table
 
 from .baselines import ALONE
 from .checkpoint import checkpoint_table
+from .field import field_table
 from .host_time import host_table
 from .lower_bound import NAME as LOWER_BOUND
 from .operations import KERNELS, OPERATIONS, OURS, short
@@ -302,7 +303,8 @@ SECTIONS: dict[str, Section] = {
     "cpu": Section("cpu", cells_table),
     "gpu": Section("gpu", cells_table),
     "kernels": Section("kernels", kernels_table),
-    "peers": Section("peers", peers_table, lambda r: not r.operation.startswith("ratio-")),
+    "peers": Section("peers", peers_table, lambda r: not r.operation.startswith(("ratio-", "field/"))),
+    "field": Section('peers --only "field/*"', field_table, lambda r: r.operation.startswith("field/")),
     "ratios": Section("peers", ratios_table, lambda r: r.operation.startswith("ratio-")),
     "checkpoint": Section("checkpoint", checkpoint_table),
     "scale": Section("scale", scale_table, lambda record: record.unit == "us"),
