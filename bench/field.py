@@ -29,6 +29,8 @@ ACTOR, CRITIC, ACTION, GAMMA = 99, 120, 29, 0.99
 # environments, steps of each in the ring, rows of a batch
 SIZES, QUICK = (4096, 64, (4096, 32_768)), (64, 16, (256,))
 STEPS = (1, 3, 8)
+# what a step of examples/fast_td3.py samples at once, of the rows of an update; it stores so many steps
+LOOP, LOOP_STEPS, LOOP_N = (8, 4), 1024, 3
 SIXTEEN = f"{OURS} (bfloat16)"
 
 
@@ -167,7 +169,9 @@ def skrl(envs: int, steps: int, n: int, device: torch.device) -> _Subject:
     return _Subject(add, sample, lambda: sum(tensor.nbytes for tensor in memory.tensors.values()))
 
 
-MAKERS: dict[str, Callable[[int, int, int, torch.device], _Subject]] = {
+# environments, steps of each, steps of a window, device
+Maker = Callable[[int, int, int, torch.device], _Subject]
+MAKERS: dict[str, Maker] = {
     OURS: ours,
     SIXTEEN: partial(ours, dtype=torch.bfloat16),
     "rule of FastTD3": rule_of_fasttd3,
@@ -196,18 +200,33 @@ def parts(quick: bool, device: torch.device) -> list[Part]:
         cases = [Case(f"field/sample, n = {n}", slots, batch) for batch in batches]
         if n == 1:
             cases = [Case("field/bytes", slots, 0), Case("field/add", slots, 0, envs), *cases]
-        found.append((cases, partial(records, envs=envs, steps=steps, n=n, device=device)))
+        found.append((cases, partial(records, envs=envs, steps=steps, n=n, device=device, makers=MAKERS)))
     return found
 
 
+def loop_part(quick: bool, device: torch.device) -> Part:
+    """What the loop of examples/fast_td3.py asks of this package's buffer in a step, with a humanoid's fields."""
+    envs, steps, batches = QUICK if quick else (SIZES[0], LOOP_STEPS, SIZES[2])
+    of: dict[str, Any] = {"envs": envs, "steps": steps, "n": LOOP_N, "device": device, "makers": {OURS: ours}}
+    return [Case("field/loop", envs * steps, batches[-1], envs)], partial(records, **of)
+
+
 def records(
-    run: Run, cases: Sequence[Case], progress: Progress, *, envs: int, steps: int, n: int, device: torch.device
+    run: Run,
+    cases: Sequence[Case],
+    progress: Progress,
+    *,
+    envs: int,
+    steps: int,
+    n: int,
+    device: torch.device,
+    makers: Mapping[str, Maker],
 ) -> Iterator[Record]:
     """Of all that can be made, interleaved."""
     full: dict[str, _Subject] = {}
 
     def filled() -> dict[str, _Subject]:
-        for name, make in MAKERS.items():
+        for name, make in makers.items():
             try:
                 progress.show(f"filling {name}")
                 subject, stream = make(envs, steps, n, device), steps_of(envs, device)
@@ -234,8 +253,13 @@ def records(
             def prepare() -> None:
                 given[0] = next(stream)
 
-            if case.operation == "field/add":
-                return (lambda: subject.add(given[0])), prepare
+            def loop() -> None:
+                subject.add(given[0])
+                for updates in LOOP:
+                    subject.sample(updates * case.batch)
+
+            if case.operation in ("field/add", "field/loop"):
+                return (loop if case.operation == "field/loop" else lambda: subject.add(given[0])), prepare
             return (lambda: subject.sample(case.batch)), (lambda: None)
 
         yield from run.timed(case, {name: bound(subject) for name, subject in subjects.items()}, progress)

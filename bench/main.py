@@ -143,9 +143,10 @@ def _gpu(options: argparse.Namespace) -> Work:
     # filled once for both ways
     vectors = {OURS: cache(partial(subjects.replay, device=device))}
     stacks = {OURS: cache(partial(subjects.frames, device=device, envs=ATARI_ENVS))}
-    parts = [
+    parts: list[Part] = [
         ([Case(name, capacity, batch, added) for name, batch, added in atari], partial(Run.records, makers=stacks)),
         (operations.step_cases(slots, rows), partial(Run.records, makers=vectors)),
+        field.loop_part(options.quick, device),
     ]
     # all single calls before any capture, after which they would wait for the device
     return Work(parts, device, (options.timing,) if options.timing else ("events", "graph"))

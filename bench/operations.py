@@ -190,6 +190,8 @@ OPERATIONS: dict[str, Operation] = {
     # many environments: a step of all is added, rows of n-step windows are sampled
     "field/bytes": Operation(fields=HUMANOID),
     "field/add": Operation(added=2 * HUMANOID_BYTES, fields=HUMANOID),
+    # 12 batches, of windows of 3 steps
+    "field/loop": Operation(added=2 * HUMANOID_BYTES, drawn=12 * 2 * HUMANOID_BYTES, fields=HUMANOID),
     **{f"field/sample, n = {n}": Operation(drawn=2 * HUMANOID_BYTES, fields=HUMANOID) for n in (1, 3, 8)},
     # over the bytes of a row's fields
     "bytes": Operation(),

@@ -358,7 +358,8 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         raise TypeError(f"{refusal} Its range cannot be checked on the device without a stall: cast it yourself.")
     result = tensor.to(dtype)
     if dtype.is_floating_point:
-        if bool((result.isinf() & tensor.isfinite()).any()):
+        # a sum is finite only of finite numbers
+        if not result.sum(dtype=torch.float32).isfinite() and bool((result.isinf() & tensor.isfinite()).any()):
             raise ValueError(f"{refusal} The largest value does not fit {dtype}.")
     elif not torch.equal(result.to(source), tensor) or bool(((result < 0) != (tensor < 0)).any()):
         raise ValueError(f"{refusal} Values from {tensor.min().item()} to {tensor.max().item()} do not fit {dtype}.")

@@ -97,7 +97,9 @@ class Learner:
         self.actor, self.critic, self.updates = network(3).to(device), Critics().to(device), updates
         self.target, capturable = copy.deepcopy(self.critic), device.type == "cuda"
         both = (self.actor.parameters(), self.critic.parameters())
-        self.of_actor, self.of_critic = (torch.optim.AdamW(each, 1e-3, capturable=capturable) for each in both)
+        self.of_actor, self.of_critic = (
+            torch.optim.AdamW(each, 1e-3, fused=True, capturable=capturable) for each in both
+        )
 
     def act(self, policy: Tensor) -> Tensor:
         return self.actor(policy).tanh()

@@ -16,7 +16,7 @@ import torch
 from bench_records import ENVIRONMENT, Capture, Patch
 from torch import Tensor
 
-from gpu_replay.bench import peers, peers_suite, report
+from gpu_replay.bench import field, peers, peers_suite, report
 from gpu_replay.bench.measure import Plan, Run, check, fill
 from gpu_replay.bench.operations import OURS
 from gpu_replay.bench.peers import PEERS, make_peer
@@ -199,17 +199,54 @@ def test_on_a_gpu_all_are_launched_and_this_package_alone_is_captured(monkeypatc
     assert table[4].startswith("| cycle, 16 added, N = 320, B = 8 ")
 
 
+# many environments
+
+
+@pytest.mark.parametrize("n", field.STEPS)
+@pytest.mark.parametrize("name", field.MAKERS)
+def test_rows_of_many_environments_belong_together(name: str, n: int) -> None:
+    envs, steps = 64, 40
+    if name == "skrl":
+        pytest.importorskip("skrl")
+        if n > 1:
+            with pytest.raises(CannotMeasure, match="no windows of"):
+                field.MAKERS[name](envs, steps, n, CPU)
+            return
+    subject, stream = field.MAKERS[name](envs, steps, n, CPU), field.steps_of(envs, CPU)
+    for count in (20, 30):
+        for _ in range(count):
+            subject.add(next(stream))
+        field.checked(name, subject, 4096, steps, n)
+    sample = subject.sample
+    subject.sample = lambda batch: [values if i != 2 else values.roll(1) + 1 for i, values in enumerate(sample(batch))]
+    with pytest.raises(CannotMeasure, match="do not belong"):
+        field.checked(name, subject, 4096, steps, n)
+
+
+def test_the_rule_of_fasttd3_adds_the_oldest_rewards_to_the_newest_windows() -> None:
+    """As its own class does: with rewards that are step numbers start 19 of a full ring of 16 gets 19 + 4 + 5."""
+    ring, stream = field.RuleOfFastTD3(8, 16, 3, CPU), field.steps_of(8, CPU)
+    for number in range(20):
+        step = next(stream)
+        ring.add(step | {"reward": torch.full((8,), float(number)), "done": 0 * step["done"], "cut": 0 * step["cut"]})
+    found = ring.sample(4096)
+    newest = found["critic"][:, 0] == 19
+    assert newest.any()
+    torch.testing.assert_close(found["reward"][newest].unique(), torch.tensor([19 + 0.99 * 4 + 0.99**2 * 5]))
+
+
 # what is recorded
 
 
 def test_the_pages_show_what_the_commands_have_recorded() -> None:
     """A figure that no command renews, or a table that no record fills, would be one from nowhere."""
     parts = peers_suite.parts(peers_suite.Sizes(), list(PEERS))
+    parts = [*peers_suite.parts(peers_suite.Sizes(), list(PEERS), CPU), *field.parts(False, CPU)]
     measured = {(case.name, name) for cases, part in parts for case in cases for name in part.keywords["makers"]}
     recorded = {(each.case, each.implementation) for each in read(ROOT / "bench" / "results" / "peers.jsonl")}
     assert {case for case, _ in recorded} == {case for case, _ in measured}
     # not every library could be installed
     assert recorded <= measured
     found = [each for file in recorded_files() for each in read(file)]
-    for page in (ROOT / "README.md", ROOT / "bench" / "RESULTS.md"):
+    for page in (ROOT / "README.md", ROOT / "bench" / "RESULTS.md", ROOT / "docs" / "gpu-simulation.md"):
         assert report.updated(page.read_text(), found) == page.read_text()
