@@ -8,7 +8,9 @@ critic, actions of 29.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
@@ -31,6 +33,8 @@ SIZES, QUICK = (4096, 64, (4096, 32_768)), (64, 16, (256,))
 STEPS = (1, 3, 8)
 # what a step of examples/fast_td3.py samples at once, of the rows of an update; it stores so many steps
 LOOP, LOOP_STEPS, LOOP_N = (8, 4), 1024, 3
+# of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 SIXTEEN = f"{OURS} (bfloat16)"
 
 
@@ -191,6 +195,17 @@ def checked(name: str, subject: _Subject, batch: int, steps: int, n: int) -> Non
         raise CannotMeasure(f"{name} is not measured: sampled rewards do not belong to the sampled observations.")
 
 
+def keep_memory() -> None:
+    """Let the C library keep the memory of large tensors, as torch does on a GPU: not page faults are measured.
+
+    This package's buffers keep that of their batches anyway.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+        if mallopt is not None:
+            mallopt(option, 2**31 - 1)
+
+
 def parts(quick: bool, device: torch.device) -> list[Part]:
     """Adds, samples of each number of steps, and bytes."""
     envs, steps, batches = QUICK if quick else SIZES
@@ -223,6 +238,7 @@ def records(
     makers: Mapping[str, Maker],
 ) -> Iterator[Record]:
     """Of all that can be made, interleaved."""
+    keep_memory()
     full: dict[str, _Subject] = {}
 
     def filled() -> dict[str, _Subject]:
