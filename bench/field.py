@@ -61,6 +61,10 @@ class RuleOfFastTD3:
         starts = last if self.added >= self.steps else max(1, last - self.n + 1)
         index = torch.randint(starts, (envs, batch // envs), device=self.rings["reward"].device)
         found = {name: self._rows(name, index) for name in ("actor", "critic", "action")}
+        if self.n == 1:
+            found |= {name: self.rings[name].gather(1, index).flatten() for name in ("reward", "done", "cut")}
+            found["steps"] = torch.ones_like(found["reward"])
+            return found | {name: self._rows(name, index) for name in ("next_actor", "next_critic")}
         window = (index[..., None] + torch.arange(self.n, device=index.device)) % self.steps
         done, cut, reward = (self._windows(name, window) for name in ("done", "cut", "reward"))
         going = torch.cat([torch.ones_like(reward[..., :1]), (1 - done[..., :-1]).cumprod(-1).to(reward)], -1)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from bench_records import ENVIRONMENT, Capture, Patch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_replay.bench import field, peers, peers_suite, report
 from gpu_replay.bench.measure import Plan, Run, check, fill
@@ -233,6 +234,23 @@ def test_the_rule_of_fasttd3_adds_the_oldest_rewards_to_the_newest_windows() -> 
     newest = found["critic"][:, 0] == 19
     assert newest.any()
     torch.testing.assert_close(found["reward"][newest].unique(), torch.tensor([19 + 0.99 * 4 + 0.99**2 * 5]))
+
+
+@pytest.mark.parametrize("n, most", [(1, 10), (3, 44), (8, 44)])
+def test_the_rule_of_fasttd3_asks_torch_for_no_more_operations_than_its_class(n: int, most: int) -> None:
+    """Those counted in its class, of which each is a launch on a GPU; views are none."""
+    ring, stream, names = field.RuleOfFastTD3(64, 16, n, CPU), field.steps_of(64, CPU), []
+    for _ in range(20):
+        ring.add(next(stream))
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.extend([call.__name__] if not call.is_view else [])
+            return call(*args, **(kwargs or {}))
+
+    with Counted():
+        ring.sample(256)
+    assert 0.9 * most <= len([name for name in names if "view" not in name]) <= most
 
 
 # what is recorded
