@@ -2,8 +2,8 @@
 
     from gpu_replay.integrations.fasttd3 import SimpleReplayBuffer
 
-No other line of these programs changes, except that FastTD3's `train.py` needs `rb.begin_episodes()` where it resets
-the environments after an evaluation. It needs tensordict, which both programs use.
+No other line of these programs changes, except that FastTD3's loop needs `rb.begin_episodes()` where it resets the
+environments after an evaluation. It needs tensordict, which both programs use.
 """
 
 from __future__ import annotations

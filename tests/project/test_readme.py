@@ -94,18 +94,52 @@ def test_the_recipes_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert names["offline"].stats().eligible == 12
 
 
-@pytest.mark.parametrize("name", ["Stable-Baselines3", "TorchRL", "cpprb"])
+CHANGES = [
+    "Stable-Baselines3",
+    "FastTD3 and holosoma",
+    "FlashSAC",
+    "skrl",
+    "TorchRL",
+    "LeanRL",
+    "cpprb",
+    "TD-MPC2",
+    "Dreamer",
+]
+# what a program has that a change needs, where it is not installed by default
+NEEDS = {"Stable-Baselines3": "stable_baselines3", "skrl": "skrl", "FastTD3 and holosoma": "tensordict"}
+NEEDS |= dict.fromkeys(("TorchRL", "LeanRL"), "tensordict")
+
+
+@pytest.mark.parametrize("name", CHANGES)
 def test_the_changes_run(name: str) -> None:
+    made = pytest.importorskip(NEEDS[name]) if name in NEEDS else None
     lines = block((ROOT / "docs" / "coming-from.md").read_text(), "diff", f"## {name}").splitlines()
     code = "\n".join(line[1:] for line in lines if line[:1] in ("", " ", "+"))
     names: dict[str, Any] = {"obs": np.zeros((40, 4), np.float32), "next_obs": np.ones((40, 4), np.float32)}
     names |= {"action": np.zeros(40, np.int64), "reward": np.ones(40, np.float32), "terminated": np.zeros(40, bool)}
-    if name == "Stable-Baselines3":
-        pytest.importorskip("stable_baselines3")
-    if name == "TorchRL":
-        names["collected"] = pytest.importorskip("tensordict").TensorDict({"reward": torch.rand(40)}, [40])
+    names["torch"] = torch
+    if made is not None and NEEDS[name] == "tensordict":
+        names["collected"] = made.TensorDict({"reward": torch.rand(40)}, [40])
+        seen = {"observations": torch.rand(64, 3), "critic_observations": torch.rand(64, 5)}
+        after = {
+            **seen,
+            "rewards": torch.rand(64),
+            "dones": torch.zeros(64).long(),
+            "truncations": torch.zeros(64).long(),
+        }
+        names["transition"] = made.TensorDict({**seen, "actions": torch.rand(64, 2), "next": after}, [64])
+    flags = dict.fromkeys(("terminated", "truncated"), torch.zeros(100, 1, dtype=torch.bool))
+    names["episode"] = {
+        "obs": torch.rand(100, 1, 4),
+        "action": torch.rand(100, 1, 2),
+        "reward": torch.rand(100, 1),
+        **flags,
+    }
+    image = {"obs": torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "action": torch.rand(2, 2), "reward": torch.rand(2)}
+    no = torch.zeros(2, dtype=torch.bool)
+    names["steps"] = [image | dict.fromkeys(("terminated", "truncated", "is_first"), no)] * 80
     exec(code, names)
-    assert "model" in names or len(names["batch"])
+    assert {"model", "memory", "data", "TorchUniformBuffer"} & names.keys() or len(names["batch"])
 
 
 def test_the_commands_name_extras_and_files_that_there_are() -> None:
