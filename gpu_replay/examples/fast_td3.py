@@ -151,7 +151,7 @@ class Loop:
         self.update_critic = self.buffer.capture(self.rows[0], self.learner.learn_critic)
         self.update_actor = self.buffer.capture(self.rows[1], self.learner.learn_actor)
         # as in FastTD3, each environment explores as much as it was given
-        self.spread = 0.5 * torch.rand(envs, 1, device=device)
+        self.spread = 0.3 + 0.2 * torch.rand(envs, 1, device=device)
         self.obs = self.env.observe()
         self.added: dict[str, Any] = {}
 

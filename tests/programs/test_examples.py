@@ -10,8 +10,10 @@ import sys
 import time
 
 import pytest
+import torch
 from devices import host_only
 
+from gpu_replay.examples import fast_td3
 from gpu_replay.examples import r2d2_memory as example
 
 RUNS = {
@@ -20,6 +22,7 @@ RUNS = {
         "--total-timesteps 1600 --capacity 2000 --learning-starts 1200 --log-every 800",
         r"1,600 steps, 100 updates, .* loss 0\.\d",
     ),
+    "fast_td3": ("--num-envs 64 --batch-size 16 --steps 50", r"the buffer takes .*\nmean return of 256 episodes: -\d"),
     "sac_continuous": ("--total-timesteps 700 --batch-size 16", r"mean return of 20 fresh episodes: -\d"),
 }
 
@@ -61,6 +64,33 @@ def test_an_actor_that_is_killed_is_replaced_and_one_that_cannot_start_is_an_err
     actors.env_id = "NoSuchEnvironment-v0"
     with actors, pytest.raises(RuntimeError, match="actor 0 ended with exit code 1 at once"):
         actors.receive(timeout=120.0)
+
+
+@pytest.mark.slow
+def test_fast_td3_balances_pendulums() -> None:
+    """With its own settings, as the page says; random actions get -1,400."""
+    torch.manual_seed(0)
+    loop = fast_td3.Loop(torch.device("cpu"), 1024, 512, 8)
+    for step in range(600):
+        loop.step(learn=step >= 10)
+    assert fast_td3.mean_return(loop.learner, loop.device) > -200
+
+
+def test_pendulums_are_cut_at_different_times_and_give_their_final_observations() -> None:
+    torch.manual_seed(0)
+    env, ended = fast_td3.Pendulums(64, torch.device("cpu")), torch.zeros(64, dtype=torch.int64)
+    for _ in range(fast_td3.EPISODE):
+        before = env.observe()["policy"]
+        obs, reward, terminated, truncated, extras = env.step(torch.zeros(64, 1))
+        # each final observation follows the one before, and the next one begins anew
+        moved = (extras["final_obs"]["policy"][:, :2] - before[:, :2]).norm(dim=1)
+        assert moved.max() < 0.45
+        assert torch.equal(extras["final_obs"]["policy"][~truncated], obs["policy"][~truncated])
+        assert not torch.isclose(extras["final_obs"]["policy"][truncated], obs["policy"][truncated]).all(1).any()
+        assert not terminated.any()
+        assert reward.max() <= 0
+        ended += truncated
+    assert ended.tolist() == [1] * 64
 
 
 @host_only
