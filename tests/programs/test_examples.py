@@ -68,7 +68,7 @@ def test_an_actor_that_is_killed_is_replaced_and_one_that_cannot_start_is_an_err
 
 @pytest.mark.slow
 def test_fast_td3_balances_pendulums() -> None:
-    """With its own settings, as the page says; random actions get -1,400."""
+    """With its own settings, as the page says; random actions get -1,240."""
     torch.manual_seed(0)
     loop = fast_td3.Loop(torch.device("cpu"), 1024, 512, 8)
     for step in range(600):
