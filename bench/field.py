@@ -29,7 +29,7 @@ from .records import CannotMeasure, Record
 
 ACTOR, CRITIC, ACTION, GAMMA = 99, 120, 29, 0.99
 # environments, steps of each in the ring, rows of a batch
-SIZES, QUICK = (4096, 64, (4096, 32_768)), (64, 16, (256,))
+SIZES, QUICK = (4096, 64, (4096, 32_768)), (16, 12, (64,))
 STEPS = (1, 3, 8)
 # what a step of examples/fast_td3.py samples at once, of the rows of an update; it stores so many steps
 LOOP, LOOP_STEPS, LOOP_N = (8, 4), 1024, 3
@@ -241,18 +241,21 @@ def records(
     device: torch.device,
     makers: Mapping[str, Maker],
 ) -> Iterator[Record]:
-    """Of all that can be made, interleaved."""
+    """Of all that can be made, interleaved; captured calls are those of this package alone."""
     keep_memory()
+    captured = run.way == "graph"
     full: dict[str, _Subject] = {}
 
     def filled() -> dict[str, _Subject]:
         for name, make in makers.items():
+            if captured and not name.startswith(OURS):
+                continue
             try:
                 progress.show(f"filling {name}")
                 subject, stream = make(envs, steps, n, device), steps_of(envs, device)
                 for _ in range(steps + 5):
                     subject.add(next(stream))
-                checked(name, subject, max(envs, 4096), steps, n)
+                checked(name, subject, max(case.batch for case in cases), steps, n)
                 full[name] = subject
             except CannotMeasure as reason:
                 progress.say(str(reason))
@@ -284,17 +287,21 @@ def records(
 
         yield from run.timed(case, {name: bound(subject) for name, subject in subjects.items()}, progress)
 
-    yield from run.each(cases, progress, measured)
+    # bytes are the same in both ways
+    yield from run.each([case for case in cases if case.operation != "field/bytes" or not captured], progress, measured)
+
+
+def column(record: Record) -> str:
+    """The name of an implementation's column; replayed calls have one of their own."""
+    return record.implementation + (", captured" if record.timing == "graph" else "")
 
 
 def field_table(records: Sequence[Record], peers: Sequence[Record] = ()) -> str:
     """Bytes of a transition, and milliseconds of every buffer."""
-    names = sorted(
-        dict.fromkeys(record.implementation for record in records), key=lambda name: not name.startswith(OURS)
-    )
+    names = sorted(dict.fromkeys(map(column, records)), key=lambda name: not name.startswith(OURS))
     cases: dict[tuple[str, int], dict[str, Record]] = {}
     for record in records:
-        cases.setdefault((record.operation, record.batch), {})[record.implementation] = record
+        cases.setdefault((record.operation, record.batch), {})[column(record)] = record
     rows = []
     for (operation, batch), here in sorted(cases.items()):
         held = operation == "field/bytes"

@@ -18,7 +18,7 @@ from gpu_replay.console.markdown import number, table
 
 from .baselines import ALONE
 from .checkpoint import checkpoint_table
-from .field import field_table
+from .field import column, field_table
 from .host_time import host_table
 from .lower_bound import NAME as LOWER_BOUND
 from .operations import KERNELS, OPERATIONS, OURS, short
@@ -125,13 +125,13 @@ def _compared(
     heads: of the `first` cells, of an implementation's column ("{}" is its name), and of the `last` one.
     """
     # a renewed case stands last in its file
-    names = sorted(dict.fromkeys(map(_column, records)), key=lambda name: not name.startswith(OURS))
+    names = sorted(dict.fromkeys(map(column, records)), key=lambda name: not name.startswith(OURS))
     order = {operation: place for place, operation in enumerate(OPERATIONS)}
     cases: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in records:
         size = (record.bytes if record.unit == "bytes" else 0, record.capacity, record.batch)
         key = (order[record.operation], *size, record.case)
-        cases.setdefault(key, {})[_column(record)] = record
+        cases.setdefault(key, {})[column(record)] = record
     rows = []
     for _, here in sorted(cases.items()):
         cells = [number(here[name].median) if name in here else "" for name in names]
@@ -139,11 +139,6 @@ def _compared(
     *begin, of_names, end = heads
     shown = [of_names.format(f"{name} (uniform)" if name in UNIFORM else name) for name in names]
     return table([*begin, *shown, end], rows)
-
-
-def _column(record: Record) -> str:
-    """The name of an implementation's column; replayed calls have one of their own."""
-    return record.implementation + (", captured" if record.timing == "graph" else "")
 
 
 def peers_table(records: Records, peers: Records = ()) -> str:
