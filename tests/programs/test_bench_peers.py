@@ -259,7 +259,7 @@ def test_the_rule_of_fasttd3_asks_torch_for_no_more_operations_than_its_class(n:
 def test_the_pages_show_what_the_commands_have_recorded() -> None:
     """A figure that no command renews, or a table that no record fills, would be one from nowhere."""
     parts = peers_suite.parts(peers_suite.Sizes(), list(PEERS))
-    parts = [*peers_suite.parts(peers_suite.Sizes(), list(PEERS), CPU), *field.parts(False, CPU)]
+    parts = [*peers_suite.parts(peers_suite.Sizes(), list(PEERS)), *field.parts(False, CPU)]
     measured = {(case.name, name) for cases, part in parts for case in cases for name in part.keywords["makers"]}
     recorded = {(each.case, each.implementation) for each in read(ROOT / "bench" / "results" / "peers.jsonl")}
     assert {case for case, _ in recorded} == {case for case, _ in measured}

@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import pytest
 import torch
 from torch import Tensor, nn
 
+gymnasium = pytest.importorskip("gymnasium")
 pytest.importorskip("skrl", reason="needs skrl, in the extra `integrations`")
 
-from skrl.agents.torch.sac import SAC
-from skrl.envs.wrappers.torch import wrap_env
-from skrl.memories.torch import RandomMemory
-from skrl.models.torch import DeterministicMixin, GaussianMixin, Model
-from skrl.trainers.torch import SequentialTrainer
+from skrl.agents.torch.sac import SAC  # noqa: E402
+from skrl.envs.wrappers.torch import wrap_env  # noqa: E402
+from skrl.memories.torch import RandomMemory  # noqa: E402
+from skrl.models.torch import DeterministicMixin, GaussianMixin, Model  # noqa: E402
+from skrl.trainers.torch import SequentialTrainer  # noqa: E402
 
-from gpu_replay import CheckpointError, Proportional
-from gpu_replay.integrations.skrl import ReplayMemory
+from gpu_replay import CheckpointError, Proportional  # noqa: E402
+from gpu_replay.integrations.skrl import ReplayMemory  # noqa: E402
 
 SIZES = {"observations": 3, "states": 5, "actions": 2, "rewards": 1, "next_observations": 3, "next_states": 5}
 SIZES |= {"terminated": 1}
