@@ -118,7 +118,9 @@ class TorchUniformBuffer:
 
     def load(self, path: str | Path) -> None:
         """Load what `save` wrote; new episodes begin. Raises CheckpointError if it is damaged or of other settings."""
-        self.buffer = load_like(path, self.buffer)
+        settings = ("capacity", "num_envs", "fields", "n_step", "gamma", "sampler")
+        wanted = {name: getattr(self.buffer, name) for name in settings}
+        self.buffer = load_like(path, self.buffer.device, **wanted)
 
 
 def _stored(dtype: Any, floats: torch.dtype) -> torch.dtype:

@@ -202,10 +202,6 @@ class ReplayMemory(Memory):
 
     def load(self, path: str) -> None:
         """Load what `save` wrote; new episodes begin. Raises CheckpointError if it is damaged or of other settings."""
-        loaded = (
-            TrajectoryReplayBuffer.load(path, device=self.device)
-            if self.buffer is None
-            else load_like(path, self.buffer)
-        )
-        loaded.begin_episodes()
-        self.buffer, self._held, self._steps = loaded, {}, 3
+        wanted = {"num_envs": self.num_envs, "sampler": self._settings["sampler"]}
+        self.buffer = load_like(path, self.device, capacity=self.memory_size * self.num_envs, **wanted)
+        self._held, self._steps = {}, 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,12 +15,11 @@ def vector(size: int, dtype: torch.dtype) -> Field:
     return Field((size,), dtype, torch.float32 if dtype.is_floating_point else None)
 
 
-def load_like(path: str | Path, buffer: TrajectoryReplayBuffer) -> TrajectoryReplayBuffer:
-    """The saved buffer; what follows begins new episodes. Raises CheckpointError for other settings than `buffer`'s."""
-    loaded = TrajectoryReplayBuffer.load(path, device=buffer.device)
-    for name in ("capacity", "num_envs", "fields", "n_step", "gamma", "sampler"):
-        found, wanted = getattr(loaded, name), getattr(buffer, name)
-        if found != wanted:
-            raise CheckpointError(f"{path} has the {name} {found}; this buffer has {wanted}.")
+def load_like(path: str | Path, device: torch.device, **wanted: Any) -> TrajectoryReplayBuffer:
+    """The saved buffer; what follows begins new episodes. Raises CheckpointError where it has other settings."""
+    loaded = TrajectoryReplayBuffer.load(path, device=device)
+    for name, value in wanted.items():
+        if (found := getattr(loaded, name)) != value:
+            raise CheckpointError(f"{path} has the {name} {found}; this buffer has {value}.")
     loaded.begin_episodes()
     return loaded
