@@ -5,7 +5,6 @@ Their programs are no packages, so that their classes cannot be installed beside
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -247,4 +246,3 @@ def test_flashsac_can_sample_once_there_is_a_window() -> None:
         ready.append(buffer.can_sample())
     assert ready == [False, False, False, True, True, True]
     assert len(buffer.sample()["reward"]) == 8
-    assert math.isclose(buffer.buffer.gamma, GAMMA)
