@@ -13,7 +13,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -26,16 +25,16 @@ from gpu_replay.console.progress import Progress
 from .measure import Part, Run
 from .operations import OURS, Case
 from .records import CannotMeasure, Record
+from .subjects import Subject
 
 ACTOR, CRITIC, ACTION, GAMMA = 99, 120, 29, 0.99
 # environments, steps of each in the ring, rows of a batch
-SIZES, QUICK = (4096, 64, (4096, 32_768)), (16, 12, (64,))
+SIZES, QUICK = (4096, 64, (4096, 32_768)), (16, 48, (64,))
 STEPS = (1, 3, 8)
-# what a step of examples/fast_td3.py samples at once, of the rows of an update; it stores so many steps
-LOOP, LOOP_STEPS, LOOP_N = (8, 4), 1024, 3
 # of glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-SIXTEEN = f"{OURS} (bfloat16)"
+# a buffer, and its bytes
+Made = tuple[Subject, int]
 
 
 class RuleOfFastTD3:
@@ -59,7 +58,7 @@ class RuleOfFastTD3:
         last = min(self.added, self.steps)
         # windows of a full ring may begin anywhere, those of another one where they are complete
         starts = last if self.added >= self.steps else max(1, last - self.n + 1)
-        index = torch.randint(starts, (envs, batch // envs), device=self.rings["reward"].device)
+        index = torch.randint(starts, (envs, max(1, batch // envs)), device=self.rings["reward"].device)
         found = {name: self._rows(name, index) for name in ("actor", "critic", "action")}
         if self.n == 1:
             found |= {name: self.rings[name].gather(1, index).flatten() for name in ("reward", "done", "cut")}
@@ -81,10 +80,6 @@ class RuleOfFastTD3:
 
     def _windows(self, name: str, window: Tensor) -> Tensor:
         return self.rings[name][..., None].expand(-1, -1, self.n).gather(1, window)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(ring.nbytes for ring in self.rings.values())
 
 
 def steps_of(envs: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
@@ -108,19 +103,28 @@ def steps_of(envs: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
         number += 1
 
 
-class _Subject:
-    """A full buffer.
+def made(envs: int, n: int, device: torch.device, add: Any, sample: Callable[[int], Any]) -> Subject:
+    """A buffer; `sample` gives the first numbers of observations, of those after them, rewards, and what is known."""
 
-    add:    stores a step.
-    sample: draws a batch, and gives the first numbers of the observations before and after, and rewards.
-    nbytes: of the buffer.
-    """
+    def stream(added: int, pool: int = 0) -> Iterator[Any]:
+        return steps_of(envs, device)
 
-    def __init__(self, add: Callable[[Any], object], sample: Callable[[int], Any], nbytes: Callable[[], int]) -> None:
-        self.add, self.sample, self.nbytes = add, sample, nbytes
+    def drawn(batch: int) -> Any:
+        return None, dict(zip(("first", "after", "reward", "known"), sample(batch), strict=True))
+
+    return Subject(add, drawn, lambda *_: None, stream, partial(wrong, n), envs)
 
 
-def ours(envs: int, steps: int, n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> _Subject:
+def wrong(n: int, found: Mapping[str, Tensor]) -> list[str]:
+    """What does not belong together in a batch; at the seam of a full ring, or after a termination, anything goes."""
+    count = found["after"] - found["first"]
+    sums = (1 - GAMMA**count) / (1 - GAMMA)
+    right = (count >= 1) & (count <= n) & torch.isclose(found["reward"], sums, atol=1e-3)
+    enough = float((right | ~found["known"]).float().mean()) > 0.7
+    return [] if enough else ["sampled rewards do not belong to the sampled observations"]
+
+
+def ours(envs: int, steps: int, n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Made:
     """This package's TrajectoryReplayBuffer, observations in this dtype."""
     fields = {"obs.actor": Field((ACTOR,), dtype, torch.float32), "obs.critic": Field((CRITIC,), dtype, torch.float32)}
     fields["action"] = Field((ACTION,), torch.float32)
@@ -136,20 +140,28 @@ def ours(envs: int, steps: int, n: int, device: torch.device, dtype: torch.dtype
         found = buffer.sample(batch)
         return found.obs.critic[:, 0], found.next_obs.critic[:, 0], found.reward, found.discount > 0
 
-    return _Subject(add, sample, lambda: buffer.nbytes)
+    return made(envs, n, device, add, sample), buffer.nbytes
 
 
-def rule_of_fasttd3(envs: int, steps: int, n: int, device: torch.device) -> _Subject:
+def looped(envs: int, steps: int, n: int, device: torch.device) -> Made:
+    """`ours`, of which a sample is what a step of examples/fast_td3.py asks for: eight batches, and four."""
+    subject, held = ours(envs, steps, n, device)
+    sample = subject.sample
+    subject.sample = lambda batch: (sample(8 * batch), sample(4 * batch))[1]
+    return subject, held
+
+
+def rule_of_fasttd3(envs: int, steps: int, n: int, device: torch.device) -> Made:
     ring = RuleOfFastTD3(envs, steps, n, device)
 
     def sample(batch: int) -> Any:
         found = ring.sample(batch)
         return found["critic"][:, 0], found["next_critic"][:, 0], found["reward"], found["done"] <= found["cut"]
 
-    return _Subject(ring.add, sample, lambda: ring.nbytes)
+    return made(envs, n, device, ring.add, sample), sum(each.nbytes for each in ring.rings.values())
 
 
-def skrl(envs: int, steps: int, n: int, device: torch.device) -> _Subject:
+def skrl(envs: int, steps: int, n: int, device: torch.device) -> Made:
     """skrl's RandomMemory with the tensors of its SAC, of single steps."""
     if n > 1:
         raise CannotMeasure(f"skrl's memory has no windows of {n} steps.")
@@ -162,41 +174,25 @@ def skrl(envs: int, steps: int, n: int, device: torch.device) -> _Subject:
     sizes |= {"next_observations": ACTOR, "next_states": CRITIC, "terminated": 1}
     for name, size in sizes.items():
         memory.create_tensor(name, size=size, dtype=torch.bool if name == "terminated" else torch.float32)
-    of = dict(
-        zip(sizes, ("actor", "critic", "action", "reward", "next_actor", "next_critic", "terminated"), strict=True)
-    )
+    mine = ("actor", "critic", "action", "reward", "next_actor", "next_critic", "terminated")
 
     def add(step: Mapping[str, Tensor]) -> object:
-        return memory.add_samples(**{name: step[mine].view(envs, sizes[name]) for name, mine in of.items()})
+        of = zip(sizes.items(), mine, strict=True)
+        return memory.add_samples(**{name: step[field].view(envs, size) for (name, size), field in of})
 
     def sample(batch: int) -> Any:
         (found,) = memory.sample(list(sizes), batch_size=batch)
-        _, states, _, reward, _, after, terminated = found
-        return states[:, 0], after[:, 0], reward[:, 0], ~terminated[:, 0]
+        return found[1][:, 0], found[5][:, 0], found[3][:, 0], ~found[6][:, 0]
 
-    return _Subject(add, sample, lambda: sum(tensor.nbytes for tensor in memory.tensors.values()))
+    return made(envs, n, device, add, sample), sum(each.nbytes for each in memory.tensors.values())
 
 
-# environments, steps of each, steps of a window, device
-Maker = Callable[[int, int, int, torch.device], _Subject]
-MAKERS: dict[str, Maker] = {
+MAKERS: dict[str, Callable[[int, int, int, torch.device], Made]] = {
     OURS: ours,
-    SIXTEEN: partial(ours, dtype=torch.bfloat16),
+    f"{OURS} (bfloat16)": partial(ours, dtype=torch.bfloat16),
     "rule of FastTD3": rule_of_fasttd3,
     "skrl": skrl,
 }
-
-
-def checked(name: str, subject: _Subject, batch: int, steps: int, n: int) -> None:
-    """Raise CannotMeasure where sampled values do not belong together, the seam of a full ring aside.
-
-    In a ring of bfloat16 numbers of steps above 256 are not exact.
-    """
-    first, after, reward, known = subject.sample(batch)
-    count = after - first
-    right = (count >= 1) & (count <= n) & torch.isclose(reward, (1 - GAMMA**count) / (1 - GAMMA), atol=1e-3)
-    if float((right | ~known).float().mean()) < 1 - 1.5 * n / steps:
-        raise CannotMeasure(f"{name} is not measured: sampled rewards do not belong to the sampled observations.")
 
 
 def keep_memory() -> None:
@@ -205,90 +201,41 @@ def keep_memory() -> None:
     This package's buffers keep that of their batches anyway.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-        if mallopt is not None:
-            mallopt(option, 2**31 - 1)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 2**31 - 1)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def parts(quick: bool, device: torch.device) -> list[Part]:
-    """Adds, samples of each number of steps, and bytes."""
+    """Bytes, adds, and samples of each number of steps; captured calls are those of this package alone."""
     envs, steps, batches = QUICK if quick else SIZES
     slots = envs * steps
-    found: list[Part] = []
+
+    def measured(run: Run, cases: Sequence[Case], progress: Progress, n: int, makers: Any) -> Iterator[Record]:
+        keep_memory()
+        own = {name: make for name, make in makers.items() if run.way != "graph" or name.startswith(OURS)}
+        of = {name: partial(lambda make, _: make(envs, steps, n, device)[0], make) for name, make in own.items()}
+        return run.records(cases, progress, of)
+
+    def held(run: Run, cases: Sequence[Case], progress: Progress, makers: Any) -> Iterator[Record]:
+        # the same in both ways
+        for name, make in makers.items() if cases and run.way != "graph" else ():
+            each = make(envs, steps, 1, device)[1] / slots
+            yield run.record(cases[0], name, dict.fromkeys(("p10", "p50", "p90"), each), 1, unit="bytes")
+
+    found: list[Part] = [([Case("field/bytes", slots, 0)], partial(held, makers=MAKERS))]
     for n in STEPS:
         cases = [Case(f"field/sample, n = {n}", slots, batch) for batch in batches]
-        if n == 1:
-            cases = [Case("field/bytes", slots, 0), Case("field/add", slots, 0, envs), *cases]
-        found.append((cases, partial(records, envs=envs, steps=steps, n=n, device=device, makers=MAKERS)))
+        cases = [Case("field/add", slots, 0, envs), *cases] if n == 1 else cases
+        found.append((cases, partial(measured, n=n, makers=MAKERS)))
     return found
 
 
 def loop_part(quick: bool, device: torch.device) -> Part:
     """What the loop of examples/fast_td3.py asks of this package's buffer in a step, with a humanoid's fields."""
-    envs, steps, batches = QUICK if quick else (SIZES[0], LOOP_STEPS, SIZES[2])
-    of: dict[str, Any] = {"envs": envs, "steps": steps, "n": LOOP_N, "device": device, "makers": {OURS: ours}}
-    return [Case("field/loop", envs * steps, batches[-1], envs)], partial(records, **of)
-
-
-def records(
-    run: Run,
-    cases: Sequence[Case],
-    progress: Progress,
-    *,
-    envs: int,
-    steps: int,
-    n: int,
-    device: torch.device,
-    makers: Mapping[str, Maker],
-) -> Iterator[Record]:
-    """Of all that can be made, interleaved; captured calls are those of this package alone."""
-    keep_memory()
-    captured = run.way == "graph"
-    full: dict[str, _Subject] = {}
-
-    def filled() -> dict[str, _Subject]:
-        for name, make in makers.items():
-            if captured and not name.startswith(OURS):
-                continue
-            try:
-                progress.show(f"filling {name}")
-                subject, stream = make(envs, steps, n, device), steps_of(envs, device)
-                for _ in range(steps + 5):
-                    subject.add(next(stream))
-                checked(name, subject, max(case.batch for case in cases), steps, n)
-                full[name] = subject
-            except CannotMeasure as reason:
-                progress.say(str(reason))
-        return full
-
-    def measured(case: Case) -> Iterator[Record]:
-        subjects = full or filled()
-        if case.operation == "field/bytes":
-            for name, subject in subjects.items():
-                held = subject.nbytes() / case.capacity
-                yield run.record(case, name, dict.fromkeys(("p10", "p50", "p90"), held), 1, unit="bytes")
-            return
-        stream = cycle([step for step, _ in zip(steps_of(envs, device), range(4), strict=False)])
-
-        def bound(subject: _Subject) -> Any:
-            given: list[Any] = [None]
-
-            def prepare() -> None:
-                given[0] = next(stream)
-
-            def loop() -> None:
-                subject.add(given[0])
-                for updates in LOOP:
-                    subject.sample(updates * case.batch)
-
-            if case.operation in ("field/add", "field/loop"):
-                return (loop if case.operation == "field/loop" else lambda: subject.add(given[0])), prepare
-            return (lambda: subject.sample(case.batch)), (lambda: None)
-
-        yield from run.timed(case, {name: bound(subject) for name, subject in subjects.items()}, progress)
-
-    # bytes are the same in both ways
-    yield from run.each([case for case in cases if case.operation != "field/bytes" or not captured], progress, measured)
+    envs, steps, batches = QUICK if quick else (SIZES[0], 1024, SIZES[2])
+    makers = {OURS: lambda capacity: looped(envs, steps, 3, device)[0]}
+    return [Case("field/loop", envs * steps, batches[-1], envs)], partial(Run.records, makers=makers)
 
 
 def column(record: Record) -> str:

@@ -189,10 +189,12 @@ OPERATIONS: dict[str, Operation] = {
     "storage-batches": Operation(call="sample", drawn=2 * ROW_BYTES),
     # many environments: a step of all is added, rows of n-step windows are sampled
     "field/bytes": Operation(fields=HUMANOID),
-    "field/add": Operation(added=2 * HUMANOID_BYTES, fields=HUMANOID),
+    "field/add": Operation(call="add", added=2 * HUMANOID_BYTES, fields=HUMANOID),
     # 12 batches, of windows of 3 steps
-    "field/loop": Operation(added=2 * HUMANOID_BYTES, drawn=12 * 2 * HUMANOID_BYTES, fields=HUMANOID),
-    **{f"field/sample, n = {n}": Operation(drawn=2 * HUMANOID_BYTES, fields=HUMANOID) for n in (1, 3, 8)},
+    "field/loop": Operation(call="read", added=2 * HUMANOID_BYTES, drawn=12 * 2 * HUMANOID_BYTES, fields=HUMANOID),
+    **{
+        f"field/sample, n = {n}": Operation(call="sample", drawn=2 * HUMANOID_BYTES, fields=HUMANOID) for n in (1, 3, 8)
+    },
     # over the bytes of a row's fields
     "bytes": Operation(),
     "sharded": Operation(),
