@@ -23,6 +23,7 @@ ELIGIBLE = tl.constexpr(13)
 FINALS = tl.constexpr(14)
 
 NO_MASS = tl.constexpr(2**63 - 1)
+NO_KEY = tl.constexpr(-1)
 DIRTY = tl.constexpr(-1)
 
 # children of a node of a tree, log2 of that, and leaves of a block whose extremes are kept

@@ -17,9 +17,10 @@ from gpu_replay.engines.storage import Storage
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import make_draw
-from gpu_replay.ops.launch import allocator, per_arguments
+from gpu_replay.ops.launch import aligned, allocator, per_arguments
 from gpu_replay.ops.priorities import DeviceMasses, make_update
 from gpu_replay.ops.rank_draw import DeviceRanks
+from gpu_replay.ops.ring import MOST_WRITTEN, make_write
 from gpu_replay.ops.weights import Finish, Gather
 from gpu_replay.samplers import LinearSchedule
 from gpu_replay.validation import materialized
@@ -75,6 +76,10 @@ class DeviceSampler:
         tracks = state.tracks_eligibility
         self._updates = per_arguments(
             lambda keys, dtype: make_update(masses, state.counters, state.slots, keys, tracks_eligibility=tracks)
+        )
+        stores, fields, counters = storage.tensors, storage.fields, state.counters
+        self._writes = per_arguments(
+            lambda names, keys: make_write(stores, {name: fields[name] for name in names}, keys, counters)
         )
 
     @property
@@ -235,3 +240,17 @@ class DeviceSampler:
                 self.order.reads((keys, priorities))
                 self.changed()
                 self._updates(keys.shape[0], priorities.dtype)(keys, priorities, ready)
+
+    def write(self, keys: Tensor, values: dict[str, Tensor]) -> None:
+        """Store rows of some fields under (m,) live keys; the last of a repeated key wins, others are counted.
+
+        1 launch, 2 for thousands of keys; of more than `MOST_WRITTEN` one after the other, the later rows last.
+        """
+        with self.order:
+            here, rows = self.moved(keys), {name: self.moved(value) for name, value in values.items()}
+            self.order.reads((here, *rows.values()))
+            for begin in range(0, here.shape[0], MOST_WRITTEN):
+                some = slice(begin, begin + MOST_WRITTEN)
+                parts = {name: value[some] for name, value in rows.items()}
+                write = self._writes(tuple(parts), len(here[some]))
+                write(here[some], parts, aligned=aligned(here, *rows.values()))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import starmap
 
 import numpy as np
 import torch
@@ -15,11 +16,11 @@ from gpu_replay.engines.sampler_state import SamplerState
 from gpu_replay.engines.storage import Storage
 from gpu_replay.loops import ring as ring_loops
 from gpu_replay.loops import tree as tree_loops
-from gpu_replay.ops.counters import Counter, HostWords
+from gpu_replay.ops.counters import NO_KEY, Counter, HostWords
 from gpu_replay.ops.draw import DrawRange, draw_range, slots_in
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ranks import HostRanks
-from gpu_replay.ops.ring import plain
+from gpu_replay.ops.ring import as_numpy, commit, plain, put
 from gpu_replay.samplers import HostDraw
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -36,7 +37,7 @@ class HostSampler:
     def __init__(self, state: SamplerState, storage: Storage, seed: int) -> None:
         self.state = state
         self.counters = state.counters.numpy()
-        self.times_sampled = storage.times_sampled.numpy()
+        self.times_sampled, self._storage = storage.times_sampled.numpy(), storage
         self._base, self._tree, self.capacity = state.base, state.tree, state.slots
         self._ranks: HostRanks | None = None
         if self._base.prioritized and not self._base.summed:
@@ -163,7 +164,19 @@ class HostSampler:
         # the last line of each branch changes all that changes: an exception comes before it or after
         if self._tree is None:
             first, added = self.span()
-            self.counters[Counter.STALE] += np.count_nonzero((keys < first) | (keys >= added))
+            self.counters[Counter.STALE] += np.count_nonzero(((keys < first) | (keys >= added)) & (keys != NO_KEY))
         else:
             contiguous, numbers = plain(keys), self.state.rule.numbers(priorities)
             tree_loops.update.compiled()(contiguous, numbers, *self._update_arguments)
+
+    def write(self, keys: Tensor, values: dict[str, np.ndarray]) -> None:
+        """Store rows of some fields under (m,) live keys; the last of a repeated key wins, others are counted."""
+        array, (first, added) = keys.numpy(), self.span()
+        live = (array >= first) & (array < added)
+        stale = self.counters.item(Counter.STALE) + np.count_nonzero(~live & (array != NO_KEY))
+        # NumPy does not promise which of several values stays in one place
+        backwards = np.flatnonzero(live)[::-1]
+        slots, places = np.unique(array[backwards] % self.capacity, return_index=True)
+        rows, stores = backwards[places], self._storage.tensors
+        writes = [(as_numpy(stores[name]), slots, value[rows]) for name, value in values.items()]
+        commit(None, starmap(put, [*writes, (self.counters, Counter.STALE, stale)]))

@@ -103,12 +103,13 @@ class Operators:
     def add(self, fields: Mapping[str, Any], priority: Any) -> Tensor:
         """The buffer's `add`; every field is a tensor or an array."""
         flat = flattened(fields) if any(isinstance(value, (dict, Batch)) for value in fields.values()) else fields
-        values = [_tensor(name, value) for name, value in flat.items()]
         priorities = None if priority is None else _tensor("priority", priority)
-        # names may hold commas
-        names = ",".join(name.replace("%", "%25").replace(",", "%2C") for name in flat)
-        keys: Tensor = _ADD(self.token, self.name, names, values, priorities)
+        keys: Tensor = _ADD(self.token, self.name, *_columns(flat), priorities)
         return keys
+
+    def write(self, keys: Any, fields: Mapping[str, Any]) -> None:
+        """The buffer's `write`, of tensors or arrays."""
+        _WRITE(self.token, self.name, _tensor("keys", keys), *_columns(fields))
 
     def sample(
         self,
@@ -129,6 +130,16 @@ class Operators:
     def update(self, keys: Any, priorities: Any) -> None:
         """The buffer's `update_priorities`, of tensors or arrays."""
         _UPDATE(self.token, self.name, _tensor("keys", keys), _tensor("priorities", priorities))
+
+
+def _columns(fields: Mapping[str, Any]) -> tuple[str, list[Tensor]]:
+    """The names of fields in one text, since names may hold commas, and their values."""
+    names = ",".join(name.replace("%", "%25").replace(",", "%2C") for name in fields)
+    return names, [_tensor(name, value) for name, value in fields.items()]
+
+
+def _named(names: str, values: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(map(unquote, names.split(",")), values, strict=True)) if names else {}
 
 
 def _tensor(name: str, value: Any) -> Tensor:
@@ -160,9 +171,12 @@ def _buffer_named(name: str) -> Any:
 
 
 def _add(token: Tensor, buffer: str, names: str, values: Sequence[Tensor], priority: Tensor | None) -> Tensor:
-    fields = dict(zip(map(unquote, names.split(",")), values, strict=True)) if names else {}
-    keys: Tensor = _buffer_named(buffer).add(priority=priority, **fields)
+    keys: Tensor = _buffer_named(buffer).add(priority=priority, **_named(names, values))
     return keys
+
+
+def _write(token: Tensor, buffer: str, keys: Tensor, names: str, values: Sequence[Tensor]) -> None:
+    _buffer_named(buffer).write(keys, **_named(names, values))
 
 
 def _add_fake(token: Tensor, buffer: str, names: str, values: Sequence[Tensor], priority: Tensor | None) -> Tensor:
@@ -220,6 +234,9 @@ def _parted(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 _ADD = _define(
     "add(Tensor(a!) token, str buffer, str names, Tensor[] values, Tensor? priority) -> Tensor", _add, _add_fake
+)
+_WRITE = _define(
+    "write(Tensor(a!) token, str buffer, Tensor keys, str names, Tensor[] values) -> ()", _write, lambda *_: None
 )
 _UPDATE = _define(
     "update_priorities(Tensor(a!) token, str buffer, Tensor keys, Tensor priorities) -> ()", _update, lambda *_: None

@@ -70,7 +70,9 @@ def test_minibatches_of_a_sorted_batch_hold_all_of_it(device: str) -> None:
         buffer.update_priorities(part.key, part.weight)
 
 
-@pytest.mark.parametrize("count, error", [(0, ValueError), (4, ValueError), (12, ValueError), (2.0, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    "count, error", [(0, ValueError), (4, ValueError), (12, ValueError), (2.0, TypeError), (True, TypeError)]
+)
 def test_minibatches_that_would_differ_in_size_are_refused(count: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"minibatches.*(divides|an int)"):
         made().minibatches(count)

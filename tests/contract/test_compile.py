@@ -115,6 +115,7 @@ def test_steps_of_streams_are_added_sampled_and_updated_in_one_graph() -> None:
     def learn(replay: TrajectoryReplayBuffer, step: dict[str, Tensor]) -> tuple[Tensor, Batch, Batch]:
         keys, batch = replay.add(**step, priority=step["reward"].abs()), replay.sample(6)
         replay.update_priorities(batch.key, batch.next_obs[:, -1].sum(1).abs())
+        replay.write(keys, obs=step["obs"] + 1.0)
         return keys, batch, replay.sample(4)
 
     check_alike(streamed, learn, [(step_of(number),) for number in range(TURNED, TURNED + 4)])

@@ -148,10 +148,21 @@ class Model:
 
     def update(self, keys: Sequence[int], priorities: Sequence[float]) -> None:
         live = self.live()
-        self.stale += sum(key not in live for key in keys)
+        self.stale += sum(key not in live for key in keys if key != -1)
         winners = {key: abs(value) for key, value in zip(keys, priorities, strict=True) if key in self.held}
         self.held |= winners
         self.note(winners.values())
+
+    def write(self, keys: Sequence[int], names: Sequence[str], values: Sequence[Any]) -> None:
+        """Put these values, one for each key, in the place of what is stored."""
+        live = self.live()
+        self.stale += sum(key not in live for key in keys if key != -1)
+        for key, value in zip(keys, values, strict=True):
+            for name in names if key in live else ():
+                self.put(key, name, value)
+
+    def put(self, key: int, name: str, value: Any) -> None:
+        """Replace what is stored of one key."""
 
     def note(self, given: Iterable[float]) -> None:
         """Keep the largest priority ever given."""
@@ -274,6 +285,11 @@ class RowModel(Model):
     def __init__(self, capacity: int, sampler: Any = Uniform(), seed: int = 0) -> None:  # noqa: B008
         super().__init__(capacity, sampler, seed)
         self.added = self.forgotten = 0
+        # numbers of the transitions whose values were written later, by key and field
+        self.written: dict[tuple[int, str], int] = {}
+
+    def put(self, key: int, name: str, value: int) -> None:
+        self.written[key, name] = value
 
     def live(self) -> range:
         return range(max(self.forgotten, self.added - self.capacity), self.added)
@@ -364,6 +380,10 @@ class StepModel(Model):
         env, number = self.view().place(key)
         priority = self.steps[env][number].get("priority")
         return None if priority is None else abs(priority)
+
+    def put(self, key: int, name: str, value: Step) -> None:
+        env, number = self.view().place(key)
+        self.steps[env][number][name] = value[name]
 
     def clear(self) -> None:
         self.cleared.append(self.count)

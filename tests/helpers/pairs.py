@@ -24,7 +24,7 @@ import pytest
 import torch
 from model import Drawn, Model, RowModel, Step, StepModel, View, is_observation
 from tolerances import close
-from transitions import EXACT, STORED, check_rows, fill
+from transitions import EXACT, STORED, check_rows, fill, transitions
 
 from gpu_replay import Batch, Field, ReplayBuffer, TrajectoryReplayBuffer
 
@@ -163,6 +163,11 @@ class Both:
         )
         self.model.update(keys, priorities)
 
+    def write(self, keys: Sequence[int], names: Sequence[str], values: Sequence[Any], given: dict[str, Any]) -> None:
+        """Write these values, which are given as rows of these fields."""
+        self.buffer.write(torch.tensor(keys, dtype=torch.int64, device=self.buffer.device), **given)
+        self.model.write(keys, names, values)
+
     def sample(self, count: int, beta: float | None = None) -> list[int]:
         """The keys that were drawn; none where the sample is refused as it must be."""
         found = len(self.model.eligible())
@@ -285,8 +290,13 @@ class RowPair(Both):
     def add(self, count: int, priority: list[float] | None = None) -> None:
         assert fill(self.buffer, count, priority).tolist() == self.model.add(count, priority)
 
+    def write_numbers(self, keys: Sequence[int], names: Sequence[str], first: int) -> None:
+        """Write the values of the transitions from number `first` on."""
+        numbers = range(first, first + len(keys))
+        self.write(keys, names, numbers, transitions(numbers, names))
+
     def contents(self, batch: Batch) -> None:
-        check_rows(batch)
+        check_rows(batch, self.model.written)
 
     def check_contents(self) -> None:
         """Compare every row, and what is refused."""
@@ -294,7 +304,7 @@ class RowPair(Both):
         batch = self.buffer[list(live)]
         assert batch.key.tolist() == list(live)
         for each in (batch, *self.walk()):
-            check_rows(each)
+            check_rows(each, self.model.written)
         self.check_refused((live.start - 1, live.stop))
 
 
@@ -337,6 +347,13 @@ class StepPair(Both):
         given = [taken_by(self.buffer, steps, self.fields) for steps in many]
         keys = self.buffer.extend(**{name: np.stack([each[name] for each in given]) for name in given[0]})
         assert keys.tolist() == [self.model.add(steps) for steps in many]
+
+    def write_numbers(self, keys: Sequence[int], names: Sequence[str], first: int) -> None:
+        """Write the values that steps of a tenth environment would have, from number `first` on."""
+        steps = [numbered(first + row, 9, self.fields) for row in range(len(keys))]
+        given = columns(steps, self.fields) if steps else {}
+        empty = {name: torch.empty((0, *field.shape), dtype=field.dtype) for name, field in self.fields.items()}
+        self.write(keys, names, steps, {name: given.get(name, empty[name]) for name in names})
 
     def begin_episodes(self, mask: Sequence[bool] | None = None) -> None:
         form = (np.array, torch.tensor, list)[self.model.count % 3]

@@ -26,8 +26,9 @@ from gpu_replay.ops.launch import Launch, addresses
 # the most launches of a call; by rank, an order that is made anew after a change is one more and a sort of PyTorch
 ADDS = ("add", "add with priority", "step", "step with priority", "step with final observation")
 SAMPLES = ("sample", "sample with beta", "starts", "sequences")
+WRITES = ("write", "write of steps")
 UPDATES = ("update", "update of starts", "update of hundreds", "update of a thousand")
-LAUNCHES = dict.fromkeys((*ADDS, *UPDATES), 1) | dict.fromkeys(SAMPLES, 2)
+LAUNCHES = dict.fromkeys((*ADDS, *UPDATES, *WRITES), 1) | {"write of thousands": 2} | dict.fromkeys(SAMPLES, 2)
 # an extreme of all stored masses is known once all programs of a launch have looked for it
 HIGHEST, LOWEST = dict.fromkeys(ADDS, 1), dict.fromkeys(SAMPLES, 1)
 # which rows get other goals, those goals, and the end of the sample
