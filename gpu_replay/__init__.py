@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gpu_replay.errors import CheckpointError
     from gpu_replay.fields import Field
     from gpu_replay.hindsight import Hindsight
+    from gpu_replay.mixture import ReplayMixture
     from gpu_replay.samplers import Combined, Latest, LinearSchedule, Proportional, RankBased, Sampler, Uniform
     from gpu_replay.sharded.buffer import ShardedReplayBuffer
     from gpu_replay.stats import Stats
@@ -27,6 +28,7 @@ __all__ = [
     "ReplayBuffer",
     "TrajectoryReplayBuffer",
     "ShardedReplayBuffer",
+    "ReplayMixture",
     "Field",
     "Batch",
     "Uniform",
@@ -43,7 +45,7 @@ __all__ = [
 ]
 
 # modules whose names differ from the names that they export
-_MODULES = {"ReplayBuffer": "buffer", "TrajectoryReplayBuffer": "trajectory_buffer"}
+_MODULES = {"ReplayBuffer": "buffer", "TrajectoryReplayBuffer": "trajectory_buffer", "ReplayMixture": "mixture"}
 _SAMPLERS = ("Uniform", "Proportional", "RankBased", "Latest", "Combined", "LinearSchedule", "Sampler")
 _MODULES |= dict.fromkeys(_SAMPLERS, "samplers")
 _MODULES |= {"Field": "fields", "CheckpointError": "errors"}

@@ -39,12 +39,7 @@ from gpu_replay.stats import (
     rank_distribution,
     uniform_distribution,
 )
-from gpu_replay.validation import MOST_EXPONENT, check_choice, check_float, check_int
-
-
-def _flag(owner: str, name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{owner} {name} must be True or False; found {value!r}.")
+from gpu_replay.validation import MOST_EXPONENT, check_bool, check_choice, check_float, check_int
 
 
 def _put(settings: object, **numbers: float | None) -> None:
@@ -249,7 +244,7 @@ class Uniform(BaseSampler):
     replacement: bool = False
 
     def __post_init__(self) -> None:
-        _flag("Uniform", "replacement", self.replacement)
+        _put(self, replacement=check_bool("Uniform replacement", self.replacement))
 
     def distinct_rows(self, rows: int) -> int:
         return 0 if self.replacement else rows
@@ -293,7 +288,7 @@ class _Prioritized(BaseSampler):
         else:
             _put(self, initial=check_float(f"{owner} initial", self.initial))
         check_choice(f"{owner} normalize", self.normalize, ("batch", "buffer"))
-        _flag(owner, "stratified", self.stratified)
+        _put(self, stratified=check_bool(f"{owner} stratified", self.stratified))
 
     def places(self, total: int, rows: int, random: HostWords) -> np.ndarray:
         place: Callable[[int, np.ndarray], np.ndarray] = stratified_targets if self.stratified else independent_ranks

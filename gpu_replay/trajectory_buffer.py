@@ -373,8 +373,7 @@ class TrajectoryReplayBuffer(Buffer):
         batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
         steps = check_int("length", length, 1) + check_int("burn_in", burn_in, 0)
         every = check_int("stride", stride, 1, 2**63 - 1)
-        if not isinstance(strict, (bool, np.bool_)):
-            raise TypeError(f"strict must be True or False; found {strict!r}.")
+        whole = validation.check_bool("strict", strict)
         if self._settings.relabel is not None:
             raise ValueError(
                 "sample_sequences cannot relabel goals. Sample single transitions, or make a buffer without relabel."
@@ -387,11 +386,11 @@ class TrajectoryReplayBuffer(Buffer):
                     f"{call} needs {steps} consecutive steps of an environment; the buffer holds {added - first}. "
                     "Add more, or ask for shorter windows."
                 )
-            if not strict and every == 1:
+            if not whole and every == 1:
                 self._check_enough(batch, (steps - 1) * self._settings.num_envs, call)
                 return Batch(self._engine.sample_sequences(batch, steps, exponent))
-            sampler, available = self._engine.sequence_sampler(steps, bool(strict), every)
-            call = f"{call} with strict={bool(strict)}, stride={every}"
+            sampler, available = self._engine.sequence_sampler(steps, whole, every)
+            call = f"{call} with strict={whole}, stride={every}"
             self._check_enough(batch, call=call, available=available)
             return Batch(self._engine.sample_sequences(batch, steps, exponent, sampler))  # type: ignore[arg-type]
 
@@ -418,24 +417,26 @@ class TrajectoryReplayBuffer(Buffer):
         device: torch.device | str | None = None,
         relabel: Hindsight | None = None,
         *,
+        begin_episodes: bool = False,
         storage_device: torch.device | str | None = None,
         storage_path: StoragePath | None = None,
     ) -> Self:
         """The buffer that `save` wrote, on any device.
 
         relabel:  given again where the saved buffer had one, since its functions are not saved.
+        begin_episodes: whether the environments were reset since, as by nearly every program that resumes: then the
+                  next steps begin episodes, as after `begin_episodes()`. Otherwise they continue those that were
+                  running, and windows would join the old episode with the new one.
         storage_device, storage_path: where the fields of this buffer are to be, wherever those of the saved one were.
 
         Raises CheckpointError that says what is damaged, ValueError for another `relabel` than the saved buffer's.
         """
-        return cls._loaded(
-            path,
-            device,
-            partial(check_saved_relabel, path, relabel),
-            relabel=relabel,
-            storage_device=storage_device,
-            storage_path=storage_path,
-        )
+        begins = validation.check_bool("begin_episodes", begin_episodes)
+        places = {"storage_device": storage_device, "storage_path": storage_path}
+        buffer = cls._loaded(path, device, partial(check_saved_relabel, path, relabel), relabel=relabel, **places)
+        if begins:
+            buffer.begin_episodes()
+        return buffer
 
 
 def _on_host(flags: Tensor | np.ndarray) -> np.ndarray:

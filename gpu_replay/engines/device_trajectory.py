@@ -93,7 +93,8 @@ class TrajectoryDeviceEngine:
             def gather(slots: Tensor, words: tuple[Tensor, ...] = (), *arguments: Any) -> dict[str, Tensor]:
                 tensors, chosen = windows(slots, words), choose(slots)
                 goals = gather_goals(chosen, rows(chosen.slots)[achieved], pool, field)
-                relabel.rewrite(tensors, put_goals(tensors, chosen, goals, relabel, stack), storage.gamma)
+                shown = put_goals(tensors, chosen, goals, relabel, stack)
+                relabel.rewrite(tensors, shown, storage.singles, storage.gamma)
                 return tensors | finish(slots, words, *arguments)
 
             return gather

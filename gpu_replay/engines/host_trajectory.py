@@ -172,7 +172,8 @@ class TrajectoryHostEngine:
         chosen = self._goals_of(slots, count, relabel.strategy)
         ring, pool = as_numpy(storage.tensors[achieved]), self._pools.get(achieved)
         goals = chosen.gather(ring, pool, storage.fields[relabel.desired_field])
-        relabel.rewrite(tensors, chosen.put(tensors, goals, relabel, self._shape.stack), storage.gamma)
+        shown = chosen.put(tensors, goals, relabel, self._shape.stack)
+        relabel.rewrite(tensors, shown, storage.singles, storage.gamma)
 
     def sequence_sampler(self, length: int, strict: bool, stride: int) -> tuple[HostSampler, int]:
         """A sampler of only the starts that `sequence_starts` names, and their number."""
