@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gpu_replay import validation
-from gpu_replay.batch import Batch
 from gpu_replay.fields import Field
 from gpu_replay.ops.hindsight import RelabelInput, Strategy, masked_put
 
@@ -28,8 +27,8 @@ class Hindsight:
                    the agent is given; of one shape and dtype.
     reward_fn:     `reward_fn(achieved, desired)`: K rewards, [K], of K steps at once, from `[K, *goal]` tensors on the
                    buffer's device as they leave `sample()`: the goal achieved after the step, and the new goal. Of
-                   CPU tensors it may give a NumPy array. `reward_fn(achieved, desired, step)` gets a Batch besides,
-                   the action and every field that is no observation of these steps, [K, *shape]: so a GoalEnv's
+                   CPU tensors it may give a NumPy array. `reward_fn(achieved, desired, step)` gets a dictionary
+                   besides, the action and every field that is no observation of these steps, [K, *shape]: so a GoalEnv's
                    `compute_reward(achieved, desired, info)` finds what it needs if it is stored in fields. Required
                    positional parameters are counted; a function without a signature gets two.
     ratio:         share of a batch that is rewritten: exactly `round(ratio * B)` random rows.
@@ -164,7 +163,7 @@ class Hindsight:
         def arguments(name: str, *goals: Tensor) -> tuple[Any, ...]:
             if vars(self)[f"_{name}_takes"] == len(goals):
                 return goals
-            return *goals, Batch({each: tensors[each].index_select(0, rows) for each in names})
+            return *goals, {each: tensors[each].index_select(0, rows) for each in names}
 
         # each function gets its own copy, since it may work in place
         again = None if self.terminated_fn is None else arguments("terminated_fn", achieved.clone(), desired.clone())

@@ -214,14 +214,14 @@ def test_functions_of_three_see_the_other_fields_of_the_same_steps(device: str) 
     def compute_reward(achieved: torch.Tensor, desired: torch.Tensor, info: Any) -> torch.Tensor:
         assert {*info} == {"action", "info.effort"}
         assert len(info["action"]) == len(achieved) == len(desired) == 4
-        reward = info.action.float() - info["info"]["effort"].sum(1)
+        reward = info["action"].float() - info["info.effort"].sum(1)
         # each function has its own
         info["action"].fill_(-9)
         return reward
 
     def terminated_fn(achieved: torch.Tensor, desired: torch.Tensor, step: Any, /, bound: float = 4.0) -> torch.Tensor:
         seen.append(step["action"].tolist())
-        return step.action % 2 == 0
+        return step["action"] % 2 == 0
 
     relabel = hindsight("final", 0.5, reward_fn=compute_reward, terminated_fn=terminated_fn)
     buffer = TrajectoryReplayBuffer(20, 1, fields, relabel=relabel, device=device, seed=3)
