@@ -28,9 +28,9 @@ class Hindsight:
     reward_fn:     `reward_fn(achieved, desired)`: K rewards, [K], of K steps at once, from `[K, *goal]` tensors on the
                    buffer's device as they leave `sample()`: the goal achieved after the step, and the new goal. Of
                    CPU tensors it may give a NumPy array. `reward_fn(achieved, desired, step)` gets a dictionary
-                   besides, the action and every field that is no observation of these steps, [K, *shape]: so a GoalEnv's
-                   `compute_reward(achieved, desired, info)` finds what it needs if it is stored in fields. Required
-                   positional parameters are counted; a function without a signature gets two.
+                   besides, the action and every field that is no observation of these steps, [K, *shape]: so
+                   `compute_reward(achieved, desired, info)` of a GoalEnv finds what it needs if fields hold it.
+                   Required positional parameters are counted; a function without a signature gets two.
     ratio:         share of a batch that is rewritten: exactly `round(ratio * B)` random rows.
     strategy:      where a step's new goal comes from: "future", what was achieved after a step drawn uniformly from
                    the step itself to the last stored one of its episode; "final", after the last one, or while the

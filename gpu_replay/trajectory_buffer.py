@@ -37,7 +37,8 @@ from gpu_replay.engines.trajectory_storage import (
 )
 from gpu_replay.fields import Field
 from gpu_replay.hindsight import Hindsight, check_saved_relabel
-from gpu_replay.samplers import Sampler
+from gpu_replay.ops.windows import SequenceRule
+from gpu_replay.samplers import Sampler, TooFewWindows
 from gpu_replay.spaces import autoreset_name, step_fields, vector_settings, warn_of_stacks
 from gpu_replay.validation import check_int
 
@@ -386,13 +387,20 @@ class TrajectoryReplayBuffer(Buffer):
                     f"{call} needs {steps} consecutive steps of an environment; the buffer holds {added - first}. "
                     "Add more, or ask for shorter windows."
                 )
-            if not whole and every == 1:
-                self._check_enough(batch, (steps - 1) * self._settings.num_envs, call)
-                return Batch(self._engine.sample_sequences(batch, steps, exponent))
-            sampler, available = self._engine.sequence_sampler(steps, whole, every)
-            call = f"{call} with strict={whole}, stride={every}"
-            self._check_enough(batch, call=call, available=available)
-            return Batch(self._engine.sample_sequences(batch, steps, exponent, sampler))  # type: ignore[arg-type]
+            rule = SequenceRule(steps, whole, every)
+            if rule.restricts:
+                call = f"{call} with strict={whole}, stride={every}"
+            self._check_enough(batch, 0 if rule.restricts else (steps - 1) * self._settings.num_envs, call)
+            try:
+                return Batch(self._engine.sample_sequences(batch, rule, exponent))
+            except TooFewWindows as few:
+                found = few.args[0]
+            if not found:
+                what = f"stored episode is as long as {steps} steps" if whole else f"window of {steps} steps is stored"
+                begins = f" from a step whose number is a multiple of {every} on" if every > 1 else ""
+                raise RuntimeError(f"{call}: no {what}{begins}. Ask for shorter windows.")
+            self._check_enough(batch, call=call, available=found)
+            raise RuntimeError(f"{call}: {found} windows were found, fewer than were counted.")
 
     def clear(self) -> None:
         """Forget all steps; keys, the counts of `stats()` and running episodes go on.

@@ -32,6 +32,8 @@ SHIFT = tl.constexpr(5)
 EDGE = tl.constexpr(128)
 # parts into which one step of the search for a rank divides the rest
 BASE = tl.constexpr(32)
+# how often a row that does not fit is drawn again at most
+REDRAWS = tl.constexpr(64)
 
 TERMINATED = tl.constexpr(1)
 TRUNCATED = tl.constexpr(2)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .constants import ADDED, FIRST, NO_KEY, STALE
-from .division import remainder
+from .division import divided, remainder
 from .weights import finish
 
 
@@ -41,8 +41,35 @@ def tile_at(program, f: tl.constexpr, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def gather_rows(sources, outputs, slots_ptr, batch, local, FROM: tl.constexpr, LAYOUT: tl.constexpr):
+def slot_of(slots_ptr, item, named, sequence):
+    """The slots of items, how many steps are stored from each on, and how many it lies after the first of its row.
+
+    sequence: (), where each item has a slot of its own, and the other numbers mean nothing; or the items of a row,
+              which are steps from its slot on, environments, both with their reciprocals, steps of the ring and the
+              next key.
+    """
+    left = item
+    ahead = item
+    row = item
+    if len(sequence) > 0:
+        span, per_span, num_envs, per_envs, steps, added = sequence
+        row, ahead = divided(item, span, per_span)
+    slot = tl.load(slots_ptr + row, mask=named, other=0)
+    if len(sequence) > 0:
+        slots = num_envs * steps
+        # from the slot on to that of the next key, around the ring
+        rest = added % slots - slot
+        left = divided(tl.where(rest <= 0, rest + slots, rest) + num_envs - 1, num_envs, per_envs)[0] - ahead
+        slot += ahead * num_envs
+        slot = tl.where(slot >= slots, slot - slots, slot)
+    return slot, left, ahead, row
+
+
+@triton.jit
+def gather_rows(sources, outputs, slots_ptr, batch, local, FROM: tl.constexpr, LAYOUT: tl.constexpr, sequence):
     """outputs[f][i] = sources[f][slots[i]] for the fields from FROM on; a program moves one tile of one field.
+
+    sequence: as in `slot_of`.
 
     local: the program's number, from 0 on. Returns it among the programs that come after those.
     """
@@ -53,7 +80,7 @@ def gather_rows(sources, outputs, slots_ptr, batch, local, FROM: tl.constexpr, L
             named = row < batch
             live = named[:, None] & (column < LAYOUT.widths[f])[None, :]
             # rows past the batch read slot 0 under a mask
-            slot = tl.load(slots_ptr + row, mask=named, other=0)
+            slot, _, _, _ = slot_of(slots_ptr, row, named, sequence)
             values = tl.load(sources[f] + slot[:, None] * LAYOUT.widths[f] + column[None, :], mask=live, other=0)
             place = row[:, None] * LAYOUT.widths[f] + column[None, :]
             tl.store(outputs[f] + place, as_sampled(values, outputs[f], LAYOUT.scales[f], LAYOUT.wide[f]), mask=live)
@@ -84,7 +111,7 @@ def gather_kernel(
     local = tl.program_id(0).to(tl.int64)
     if DRAWS > 0:
         local = finish(sample, counted, counters_ptr, local, batch, minima, blocks_drawn, beta, DRAWS)
-    gather_rows(sources, outputs, slots_ptr, batch, local, 0, LAYOUT)
+    gather_rows(sources, outputs, slots_ptr, batch, local, 0, LAYOUT, ())
 
 
 @triton.jit

@@ -16,13 +16,14 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from model import Drawn, Model, RowModel, Step, StepModel, View, is_observation
+from model import Drawn, Model, RowModel, Step, StepModel, TooFew, View, is_observation
 from tolerances import close
 from transitions import EXACT, STORED, check_rows, fill, transitions
 
@@ -328,6 +329,7 @@ class StepPair(Both):
         given = {"capacity": capacity, "num_envs": num_envs, "fields": fields, "sampler": sampler, "device": device}
         super().__init__(TrajectoryReplayBuffer, seed, folder, **given, **settings)
         self.fields, self.model = fields, StepModel(capacity, num_envs, sampler, seed, **settings)
+        self.model.on_device |= device != "cpu"
         assert self.buffer.capacity == self.model.capacity
         assert f"num_envs={num_envs}" in repr(self.buffer)
 
@@ -365,18 +367,36 @@ class StepPair(Both):
     ) -> list[int]:
         """The keys that were drawn; none where the sample is refused as it must be."""
         model, total = self.model, length + burn_in
-        starts = model.windows(total, strict, stride)
-        error = model.refusal(count, len(starts))
+        starts, restricted = model.windows(total, strict, stride), strict or stride > 1
+        # rows are drawn from all starts then, and those that do not fit again
+        counted = len(model.eligible() if restricted else starts)
+        error, call = model.refusal(count, counted), f"sample_sequences({count}, {length}, {burn_in})"
         if len(model.live()) < total * model.num_envs:
             error = RuntimeError
-        with self.refusing(f"sample_sequences({count}, {length}, {burn_in})", error, len(starts)):
-            batch = self.buffer.sample_sequences(count, length, burn_in, beta=beta, strict=strict, stride=stride)
+        draw = partial(self.buffer.sample_sequences, count, length, burn_in, beta=beta, strict=strict, stride=stride)
         if error:
+            with self.refusing(call, error, counted):
+                draw()
             return []
-        skipping = total > 1 and not strict and stride == 1
-        self.check_drawn(batch, model.draw(count, beta, among=starts, skipping=skipping))
-        self.check_sequences(batch, model.view(), total)
-        return batch.key.tolist()
+        fitting, state = set(starts) if restricted else None, copy.deepcopy((model.random, model.samples, model.times))
+        among = None if restricted else starts
+        try:
+            drawn = model.draw(count, beta, among=among, skipping=total > 1 and not restricted, fitting=fitting)
+        except TooFew as few:
+            model.random, model.samples, model.times = state
+            words = (
+                "no (stored episode is as long as|window of .* is stored)" if not few.args[0] else "the buffer holds "
+            )
+            kind = ValueError if few.args[0] else RuntimeError
+            with pytest.raises(kind, match=f"{re.escape(call)}.*{words}{few.args[0] or ''}"):
+                draw()
+            return []
+        batch = draw()
+        self.check_drawn(batch, drawn)
+        found = batch.key >= 0
+        assert not batch.mask[~found].any()
+        self.check_sequences(batch[found], model.view(), total)
+        return batch.key[found].tolist()
 
     def contents(self, batch: Batch) -> None:
         self.check_rows(batch, self.model.view())
