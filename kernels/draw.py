@@ -237,7 +237,7 @@ def walk(
 
     One program walks for all of them, so that none is taken twice. Rows for which none was found are no draws.
     """
-    slots_ptr, keys_ptr, probability_ptr, masses_ptr, _ = outputs
+    slots_ptr, keys_ptr, probability_ptr, masses_ptr = outputs[0], outputs[1], outputs[2], outputs[3]
     total, before, count = draw_range(starts, head, 0, capacity, False)
     found = begin * 0
     done = begin * 0
@@ -253,7 +253,7 @@ def walk(
             rank = from_oldest(tl.maximum(count - 1 - place, 0), before, total)
         else:
             rank = permuted_rank(place, named, tl.maximum(count, 1), block, seed)
-        slot, _ = descend(starts, rank)
+        slot = descend(starts, rank)[0]
         key, good = fits(slot, named, added, head, capacity, streams, rule, STRICT)
         row = found + tl.cumsum(good.to(tl.int64), axis=0) - 1
         good = good & (row < rows)
@@ -275,7 +275,7 @@ def walk(
 @triton.jit
 def not_drawn(outputs, row, named):
     """Mark rows for which no start was found: no key, and a mass by which their weight is 0."""
-    slots_ptr, keys_ptr, probability_ptr, masses_ptr, _ = outputs
+    slots_ptr, keys_ptr, probability_ptr, masses_ptr = outputs[0], outputs[1], outputs[2], outputs[3]
     tl.store(slots_ptr + row, row * 0, mask=named)
     tl.store(keys_ptr + row, row * 0 + NO_KEY, mask=named)
     tl.store(probability_ptr + row, (row * 0).to(tl.float32), mask=named)

@@ -80,7 +80,7 @@ def gather_rows(sources, outputs, slots_ptr, batch, local, FROM: tl.constexpr, L
             named = row < batch
             live = named[:, None] & (column < LAYOUT.widths[f])[None, :]
             # rows past the batch read slot 0 under a mask
-            slot, _, _, _ = slot_of(slots_ptr, row, named, sequence)
+            slot = slot_of(slots_ptr, row, named, sequence)[0]
             values = tl.load(sources[f] + slot[:, None] * LAYOUT.widths[f] + column[None, :], mask=live, other=0)
             place = row[:, None] * LAYOUT.widths[f] + column[None, :]
             tl.store(outputs[f] + place, as_sampled(values, outputs[f], LAYOUT.scales[f], LAYOUT.wide[f]), mask=live)

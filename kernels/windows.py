@@ -191,7 +191,7 @@ def gather_windows_kernel(
             item = row // STACK
             age = STACK - 1 - row % STACK
             # rows past the batch look at slot 0 and write nothing
-            newest, left, _, _ = slot_of(slots_ptr, item, named, sequence)
+            newest, left, ahead, first = slot_of(slots_ptr, item, named, sequence)
             depth = tl.load(depth_ptr + newest, mask=named, other=0).to(tl.int64)
             output = outputs[f]
             pooled = row < 0
@@ -251,7 +251,7 @@ def gather_windows_kernel(
     if local >= 0:
         item = local * ITEMS + tl.arange(0, ITEMS)
         live = item < batch
-        start, left, ahead, row = slot_of(slots_ptr, item, live, sequence)
+        start, left, ahead, first = slot_of(slots_ptr, item, live, sequence)
         length, flag, last, reward = window_from(
             flags_ptr, rewards, start, left, live, num_envs, steps, N, TOGETHER, True, SEQUENCES
         )
@@ -263,7 +263,7 @@ def gather_windows_kernel(
             flag = tl.load(flags_ptr + start, mask=live, other=0)
             depth = tl.load(depth_ptr + start, mask=live, other=0).to(tl.int64)
             # a row without a draw has none; the episode of the first step began no later than that
-            found = tl.load(sample[1] + row, mask=live, other=0) >= 0
+            found = tl.load(sample[1] + first, mask=live, other=0) >= 0
             tl.store(numbers[4] + item, found & (depth >= ahead) & ((flag & DEAD) == 0), mask=live)
         tl.store(terminated_ptr + item, (flag & TERMINATED) != 0, mask=live)
         tl.store(truncated_ptr + item, (flag & TRUNCATED) != 0, mask=live)

@@ -132,6 +132,7 @@ def calls_of(buffer: Any) -> dict[str, Call]:
     }
     if buffer.relabel is None:
         calls["sequences"] = lambda each: each.sample_sequences(2, 2, 1)
+        calls["strict sequences"] = lambda each: each.sample_sequences(2, 1, 1, strict=True)
     return calls
 
 

@@ -160,6 +160,14 @@ def zeros(buffer: Any, name: str, rows: int) -> torch.Tensor:
     return torch.zeros((rows, *buffer.fields[name].shape), dtype=buffer.fields[name].dtype)
 
 
+def sequences_of(buffer: Any) -> dict[str, Callable[[], object]]:
+    """Calls that sample sequences: of all starts, and of those that fit."""
+    return {
+        "sequences": lambda: buffer.sample_sequences(5, 2),
+        "strict sequences": lambda: buffer.sample_sequences(5, 2, strict=True, stride=2),
+    }
+
+
 def calls_of(buffer: Any, rows: int = 9) -> dict[str, Callable[[], object]]:
     """Every call that launches kernels, by a name of its own."""
     keys, priorities = torch.arange(5), torch.ones(5)
@@ -181,7 +189,7 @@ def calls_of(buffer: Any, rows: int = 9) -> dict[str, Callable[[], object]]:
         "step with final observation": lambda: buffer.add(**rows_of(buffer, count, final=True)),
         "starts": lambda: buffer._engine.sample(5, None),
         # goals of sequences are not relabelled
-        **({} if buffer.relabel else {"sequences": lambda: buffer.sample_sequences(5, 2)}),
+        **({} if buffer.relabel else sequences_of(buffer)),
         "update of starts": lambda: buffer.update_priorities(keys, priorities),
         "write of steps": lambda: buffer.write(keys, **{name: zeros(buffer, name, 5) for name in buffer.fields}),
     }

@@ -384,11 +384,10 @@ class StepPair(Both):
             drawn = model.draw(count, beta, among=among, skipping=total > 1 and not restricted, fitting=fitting)
         except TooFew as few:
             model.random, model.samples, model.times = state
-            words = (
-                "no (stored episode is as long as|window of .* is stored)" if not few.args[0] else "the buffer holds "
-            )
-            kind = ValueError if few.args[0] else RuntimeError
-            with pytest.raises(kind, match=f"{re.escape(call)}.*{words}{few.args[0] or ''}"):
+            kind, words = RuntimeError, r"no (stored episode is as long as|window of .* is stored)"
+            if few.args[0]:
+                kind, words = ValueError, rf"the buffer holds {few.args[0]}\. Add more or lower"
+            with pytest.raises(kind, match=f"{re.escape(call)}.*{words}"):
                 draw()
             return []
         batch = draw()
