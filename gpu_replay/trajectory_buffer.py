@@ -363,9 +363,15 @@ class TrajectoryReplayBuffer(Buffer):
                   own fields are meaningful.
         key, probability, weight: (B,), of the first step.
 
+        With `strict` or `stride` rows are drawn from all eligible starts, and those that do not fit again, at most 64
+        times, so that the cost does not depend on what is stored; `Uniform()` goes on along its permutation, and the
+        newest are the newest that fit. `probability` is that of one draw from all eligible starts, and ranks are those
+        among all of them; weights are right for what is drawn, since they need no total. On a CPU rows that are still
+        missing then are found by one scan. On CUDA, where nobody waits for it, such a row has weight and probability 0,
+        a `mask` of False, and -1 for a key, which `update_priorities` ignores; its other values mean nothing.
+
         Raises RuntimeError when no such window is stored, ValueError when more distinct ones are asked for than there
-        are. A beta schedule advances by one. With `strict` or `stride` each call scans all stored steps, and on CUDA
-        reads the number of windows from the device.
+        are. A beta schedule advances by one.
 
         Kapturowski et al. 2019 (R2D2) for burn-in.
         """
