@@ -100,6 +100,13 @@ class Rows(NamedTuple):
     least: float = 0
 
 
+class Again(NamedTuple):
+    """Draws in place of others, so many times of these (K,) rows of a batch, each from all that can be drawn."""
+
+    times: int
+    rows: np.ndarray
+
+
 class TooFewWindows(Exception):
     """Of the starts that fit there are fewer than a batch needs; its argument says how many there are."""
 
@@ -135,6 +142,15 @@ class HostState(Protocol):
     def ranks(self) -> HostRanks: ...
     def span(self) -> tuple[int, int]: ...
     def range(self, tree: MassTree, skipped: int, *, by_key: bool = False) -> DrawRange: ...
+
+
+def doubles_of(host: HostState, count: int, again: Again | None) -> np.ndarray:
+    """The next float64 in [0, 1) for each of `count` rows, or, one time after the other, for those drawn again."""
+    if again is None:
+        return host.random.doubles(count)
+    # each time takes the words of all rows
+    words = 4 * blocks_for(count)
+    return host.random.doubles(again.times * words).reshape(again.times, words)[:, again.rows].reshape(-1)
 
 
 class Sampler(ABC):
@@ -252,13 +268,15 @@ class BaseSampler(Sampler):
         begin = host.random.block
         slots, parts, total, least = self._rows(host, rows, skipped)
         if fits is not None:
-            fitting = fits(slots)
-            for _ in range(REDRAWS):
-                if fitting.all():
-                    break
-                again = self._rows(host, rows, 0, again=True)
-                slots, parts = np.where(fitting, slots, again.slots), np.where(fitting, parts, again.parts)
-                fitting = fits(slots)
+            fitting, tried = fits(slots), 0
+            while tried < REDRAWS and not fitting.all():
+                # as many draws of each row as there were before, of which the first that fits counts
+                missing, times = np.flatnonzero(~fitting), max(1, tried)
+                again = self._rows(host, rows, 0, Again(times, missing))
+                found = fits(again.slots).reshape(times, missing.size)
+                chosen = found.argmax(axis=0) * missing.size + np.arange(missing.size)
+                slots[missing], parts[missing] = again.slots[chosen], again.parts[chosen]
+                fitting[missing], tried = found.any(axis=0), tried + times
             # all places of the stream that a device may take
             host.random.block = max(host.random.block, begin + (1 + REDRAWS) * blocks_for(rows))
             if fitting.all():
@@ -275,9 +293,10 @@ class BaseSampler(Sampler):
         weight = weights_of((least or parts.min()) / parts, self.beta_at(host.step) if beta is None else beta)
         return HostDraw(slots, (parts / total).astype(np.float32), weight)
 
-    def _rows(self, host: HostState, count: int, skipped: int, *, again: bool = False) -> Rows:
-        """Draw so many rows by chance; again: in place of others, each from all that can be drawn."""
+    def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
+        """Draw so many rows by chance, or some of them again."""
         total, slots_at = self._drawable(host, skipped)
+        count = count if again is None else again.times * again.rows.size
         places = np.ascontiguousarray(self.places(total, count, host.random), dtype=np.int64)
         if places.shape != (count,) or places.min() < 0 or places.max() >= total:
             raise ValueError(f"{self}: places({total}, {count}) must return {count} integers from 0 to {total - 1}.")
@@ -346,9 +365,10 @@ class Uniform(BaseSampler):
             slots = walked(rows, count, fits, lambda first, some: slots_at(permuted_ranks(count, some, words, first)))
         return HostDraw(slots, np.full(rows, 1 / count, np.float32), np.ones(rows, np.float32))
 
-    def _rows(self, host: HostState, count: int, skipped: int, *, again: bool = False) -> Rows:
+    def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
         total, slots_at = self._drawable(host, skipped, by_key=False)
-        return Rows(slots_at(self.places(total, count, host.random)), np.ones(count), total, 1)
+        places = independent_ranks(total, doubles_of(host, count, again))
+        return Rows(slots_at(places), np.ones(places.size), total, 1)
 
     def _everything(self, host: HostState) -> tuple[np.ndarray, np.ndarray]:
         total, slots_at = self._drawable(host, 0, by_key=False)
@@ -437,9 +457,9 @@ class Proportional(_Prioritized):
         weight = weights_of(draws.ratio, self.beta_at(host.step) if beta is None else beta)
         return HostDraw(draws.slots, draws.probability, weight)
 
-    def _rows(self, host: HostState, count: int, skipped: int, *, again: bool = False) -> Rows:
-        tree, stratified = host.masses, self.stratified and not again
-        slots, _, _, total = draw_by_mass(tree, host.random.doubles(count), stratified=stratified)
+    def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
+        tree, doubles = host.masses, doubles_of(host, count, again)
+        slots, _, _, total = draw_by_mass(tree, doubles, stratified=self.stratified and again is None)
         least = tree.lowest() if self.normalizes_over_buffer else 0
         return Rows(slots, tree.host.flat[slots], _some(total), least)
 
@@ -477,9 +497,9 @@ class RankBased(_Prioritized):
     def rule(self, slots: int) -> Rule:
         return OrderRule()
 
-    def _rows(self, host: HostState, count: int, skipped: int, *, again: bool = False) -> Rows:
-        stratified = self.stratified and not again
-        ranked = host.ranks.draw(host.random.doubles(count), stratified=stratified, skipped=skipped)
+    def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
+        doubles, stratified = doubles_of(host, count, again), self.stratified and again is None
+        ranked = host.ranks.draw(doubles, stratified=stratified, skipped=skipped)
         return Rows(ranked.slots, ranked.masses, ranked.total, ranked.last if self.normalizes_over_buffer else 0)
 
     def _everything(self, host: HostState) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,6 @@
 """The buffers' calls as custom operators, so that `torch.compile(fullgraph=True)` takes a whole learning step.
 
-Compiled code sees `add`, `sample`, `sample_sequences` and `update_priorities` as one operator each: it knows what they
+Compiled code sees `add`, `sample`, `sample_sequences`, `update_priorities` and `write` as one operator each: it knows what they
 return and never looks inside. When it runs they make the very calls that eager code makes, locks, checks and kernels
 included.
 
