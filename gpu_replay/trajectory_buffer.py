@@ -37,7 +37,6 @@ from gpu_replay.engines.trajectory_storage import (
 )
 from gpu_replay.fields import Field
 from gpu_replay.hindsight import Hindsight, check_saved_relabel
-from gpu_replay.ops.windows import SequenceRule
 from gpu_replay.samplers import Sampler, TooFewWindows
 from gpu_replay.spaces import autoreset_name, step_fields, vector_settings, warn_of_stacks
 from gpu_replay.validation import check_int
@@ -393,12 +392,12 @@ class TrajectoryReplayBuffer(Buffer):
                     f"{call} needs {steps} consecutive steps of an environment; the buffer holds {added - first}. "
                     "Add more, or ask for shorter windows."
                 )
-            rule = SequenceRule(steps, whole, every)
-            if rule.restricts:
-                call = f"{call} with strict={whole}, stride={every}"
-            self._check_enough(batch, 0 if rule.restricts else (steps - 1) * self._settings.num_envs, call)
+            skipped = (steps - 1) * self._settings.num_envs
+            if whole or every > 1:
+                call, skipped = f"{call} with strict={whole}, stride={every}", 0
+            self._check_enough(batch, skipped, call)
             try:
-                return Batch(self._engine.sample_sequences(batch, rule, exponent))
+                return Batch(self._engine.sample_sequences(batch, (steps, whole, every), exponent))
             except TooFewWindows as few:
                 found = few.args[0]
             if not found:

@@ -207,6 +207,6 @@ def write_kernel(
                     tl.atomic_add(counters_ptr + STALE, tl.sum((slot == -2).to(tl.int64), axis=0), sem="relaxed")
             written = (slot >= 0)[:, None] & (column < LAYOUT.widths[f])[None, :]
             values = tl.load(inputs[f] + row[:, None] * LAYOUT.widths[f] + column[None, :], mask=written, other=0)
-            place = slot[:, None] * LAYOUT.widths[f] + column[None, :]
-            tl.store(stores[f] + place, values.to(stores[f].dtype.element_ty), mask=written)
+            target = slot[:, None] * LAYOUT.widths[f] + column[None, :]
+            tl.store(stores[f] + target, values.to(stores[f].dtype.element_ty), mask=written)
         local -= programs

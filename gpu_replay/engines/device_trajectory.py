@@ -259,13 +259,13 @@ class TrajectoryDeviceEngine:
         with self.sampling.order:
             return self._samples(batch, beta is None)(beta)
 
-    def sample_sequences(self, batch: int, rule: SequenceRule, beta: float | None) -> dict[str, Tensor]:
-        """Draw `batch` starts whose steps are stored as the rule says, and read those steps; 2 launches.
+    def sample_sequences(self, batch: int, steps: tuple[int, bool, int], beta: float | None) -> dict[str, Tensor]:
+        """Draw `batch` starts of sequences, as `SequenceRule` takes `steps`, and read them; 2 launches.
 
         By rank 1 and a sort come first, at every call unless the rule restricts.
         """
         with self.sampling.order:
-            return self._sequences(batch, rule, beta is None)(beta)
+            return self._sequences(batch, SequenceRule(*steps), beta is None)(beta)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The transitions from these keys; KeyError naming the first that is not live or not eligible.

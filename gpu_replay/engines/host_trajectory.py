@@ -176,8 +176,9 @@ class TrajectoryHostEngine:
         shown = chosen.put(tensors, goals, relabel, self._shape.stack)
         relabel.rewrite(tensors, shown, storage.singles, storage.gamma)
 
-    def sample_sequences(self, batch: int, rule: SequenceRule, beta: float | None) -> dict[str, Tensor]:
-        """Draw `batch` starts whose steps are stored as the rule says, and read those steps."""
+    def sample_sequences(self, batch: int, steps: tuple[int, bool, int], beta: float | None) -> dict[str, Tensor]:
+        """Draw `batch` starts of sequences, as `SequenceRule` takes `steps`, and read them."""
+        rule = SequenceRule(*steps)
         fits, skipped = None, (rule.length - 1) * self._shape.num_envs
         if rule.restricts:
             fits, skipped = partial(self._windows.fit, rule, self.sampling.counters.item(Counter.ADDED)), 0

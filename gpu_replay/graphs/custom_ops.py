@@ -1,8 +1,8 @@
 """The buffers' calls as custom operators, so that `torch.compile(fullgraph=True)` takes a whole learning step.
 
-Compiled code sees `add`, `sample`, `sample_sequences`, `update_priorities` and `write` as one operator each: it knows what they
-return and never looks inside. When it runs they make the very calls that eager code makes, locks, checks and kernels
-included.
+Compiled code sees `add`, `sample`, `sample_sequences`, `update_priorities` and `write` as one operator each: it knows
+what they return and never looks inside. When it runs they make the very calls that eager code makes, locks, checks and
+kernels included.
 
 The storage of a buffer is not an argument of its operators. A compiler may copy an argument that is written and put the
 copy back afterwards: that would copy gigabytes, and lose the rows that another thread added meanwhile. All that
