@@ -167,7 +167,11 @@ CASES = {
     "rows, all options": of_rows("annealed", find_extreme_kernel=1),
     "many keys at once": of_rows("independent", last_wins_kernel=1),
     "frames at the end": Case(
-        *(play_rows, {"add_kernel": 1, "gather_kernel": 1}, Shifted(FRAME, SAMPLERS["latest"], FRAMES, 5))
+        *(
+            play_rows,
+            {"add_kernel": 1, "gather_kernel": 1, "write_kernel": 1},
+            Shifted(FRAME, SAMPLERS["latest"], FRAMES, 5),
+        )
     ),
     "starts by mass": of_steps("combined-proportional", OBS, STARTS | BY_MASS),
     "starts": of_steps("uniform", OBS, STARTS | {"draw_kernel": 1, "draw_sequences_kernel": 3}),
