@@ -245,7 +245,7 @@ def make_write(
     rows, capacity = per_program(128, batch, interpreted), next(iter(stores.values())).shape[0]
     layout = layout._replace(rows=tuple([min(rows, each) for each in layout.rows]))
     shared: dict[str, Any] = {"counters_ptr": counters, "batch": batch, "capacity": capacity}
-    shared |= {"per_capacity": reciprocal(capacity), "TOGETHER": 8}
+    shared |= {"per_capacity": reciprocal(capacity), "TOGETHER": 4}
     apart = batch > _FOUND_AT_ONCE
     find = Launch(find_slots_kernel, -(-batch // rows), **shared, ROWS=rows) if apart else None
     shared |= {"TOGETHER": 0} if apart else {}
