@@ -10,6 +10,10 @@ Starts of a trajectory buffer: a tree of ones beside the tree of masses makes a 
 among the eligible starts is a target in its total. Rotated by the mass before the oldest slot, targets run from the
 oldest key to the newest, so that leaving out the newest steps means drawing below a smaller total.
 
+Starts that must fit a rule: a row whose start does not is drawn again from all mass, by words of its own, so that rows
+keep the proportions of their masses and no total of what fits is needed. Without replacement, and for the newest, the
+rows are the first that fit on a walk along the permutation, or back from the newest.
+
 Uniformly, without replacement: row `i` of a batch is the image of `i` under a random permutation of the stored
 transitions: a Feistel network over a rectangle that just covers them, walked on until the image falls inside. It costs
 O(B) whatever is stored, needs no memory, and gives the same integers everywhere. Luby and Rackoff 1988; Black and
@@ -109,11 +113,6 @@ def draw_by_mass(
     batch, (flat, starts, low, *_) = doubles.size, tree.host
     out = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.float32), np.empty(batch)
     return MassDraw(*out, tree_loops.draw.compiled()(flat, starts, low, doubles, stratified, of_all, *within, *out))
-
-
-def importance_weights(masses: np.ndarray, lowest: int, beta: float) -> np.ndarray:
-    """(lowest / mass) ** beta as (B,) float32: (N * P) ** -beta over the largest that it could be."""
-    return weights_of(lowest / masses, beta)
 
 
 def weights_of(ratio: np.ndarray, beta: float) -> np.ndarray:
@@ -256,7 +255,8 @@ def make_draw(
     programs, blocks = -(-batch // draws), own
     shared: dict[str, Any] = {"levels": levels, "counters_ptr": counters, "drawn": drawn, "batch": batch}
     shared |= {"capacity": capacity, "per_drawn": reciprocal(max(drawn, 1)), "per_capacity": reciprocal(capacity)}
-    shared |= {"num_warps": 1 if searches else 4, "BY": by, "DRAWS": draws, "DIGITS": digits_for(capacity)}
+    shared |= {"num_warps": 1 if searches else 4, "BY": by, "DRAWS": draws}
+    shared |= {"DIGITS": digits_for(capacity) if by == "rank" else 0}
     shared |= {"STRATIFIED": by_priority and stratified, "LOWEST_OF_ALL": by_priority and lowest_of_all}
     if rule is None or streams is None:
         launch = Launch(
