@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from gpu_replay.spaces import classic_fields
 
 if TYPE_CHECKING:
     from gymnasium import Space
-    from typing_extensions import Self
+    from typing_extensions import Never, Self
 
 
 class ReplayBuffer(Buffer):
@@ -99,12 +99,22 @@ class ReplayBuffer(Buffer):
         """
         return cls(capacity, classic_fields(observation_space, action_space, dtypes, extra), **settings)
 
-    def add(self, *, priority: Any = None, **fields: Any) -> Tensor:
+    @classmethod
+    def from_env(cls, *_: object, **__: object) -> NoReturn:
+        """Raises TypeError: single transitions are of no environment's number or mode; use `from_spaces`."""
+        raise TypeError(
+            f"{cls.__name__}.from_spaces(capacity, observation_space, action_space) makes this buffer from an "
+            "environment's spaces (single_observation_space and single_action_space of a vector environment)."
+        )
+
+    def add(self, *unnamed: Never, priority: Any = None, **fields: Any) -> Tensor:
         """Store `m` transitions and return their keys, (m,) int64 on the buffer's device.
 
-        fields:   every field of the buffer, `[m, *shape]`, m >= 1: NumPy arrays, CPU tensors or tensors on the buffer's
-                  device. `m` may differ between calls and may exceed the capacity: the last ones stay. A dictionary,
-                  nested too, is the same as dotted names: `obs={"image": x}` is the field `obs.image`.
+        fields:   every field of the buffer, `[m, *shape]`: NumPy arrays, CPU tensors or tensors on the buffer's device.
+                  `m` may differ between calls, may be 0, and may exceed the capacity: the last ones stay. One
+                  transition may be given as a single environment gives it: then no value has the leading axis. Scalars
+                  may be `[m, 1]`, and flags 0 and 1 of any dtype. A dictionary, nested too, is the same as dotted
+                  names: `obs={"image": x}` is the field `obs.image`.
         priority: (m,) absolute TD errors or other non-negative numbers (the sign is dropped). A mass is never below
                   one unit, 2^-20: a priority of 0 with `eps=0` counts as that. Without it new transitions enter with
                   the priority that the sampler's `initial` says.
@@ -112,18 +122,22 @@ class ReplayBuffer(Buffer):
         Raises KeyError for a missing or unknown field, ValueError for a wrong shape, device or a value out of range,
         TypeError for a dtype that would lose values. Nothing is stored by a call that raises; an interrupt
         (KeyboardInterrupt) comes before the call has stored anything, or after all of it.
-        Values of tensors on CUDA are not looked at: floats too large for the field become infinite.
+        Values of tensors on CUDA are not looked at: floats too large for the field become infinite, and any number but
+        0 is a true flag. Inside torch.compile every value is a tensor or array with its leading axis.
         """
+        if unnamed:
+            self._refuse_unnamed("add", unnamed, self._fields)
         if is_dynamo_compiling():
             return self._operators.add(fields, priority)
         if fields.keys() != self._fields.keys():
             fields = flattened(fields, self._fields)
             check_names(fields, self._fields)
-        values, rows, ready = self._rows_of(fields, None)
-        if not rows:
-            raise ValueError("add needs at least one transition (m >= 1); found fields with 0 rows.")
+        values, rows, ready, single = self._rows_of(fields, None)
         if priority is not None:
-            priority = validation.as_priorities("priority", priority, rows, self._device, as_array=self._on_host)
+            given = validation.with_axis(priority) if single else priority
+            priority = validation.as_priorities("priority", given, rows, self._device, as_array=self._on_host)
+        if not rows:
+            return torch.empty(0, dtype=torch.int64, device=self._device)
         with self._lock:
             return self._engine.append(values, rows, priority, ready)
 

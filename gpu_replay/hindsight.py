@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, get_args
@@ -103,6 +104,12 @@ class Hindsight:
             if name == "reward_fn" or function is not None:
                 # looked up once: reading a signature takes longer than many a function
                 object.__setattr__(self, f"_{name}_takes", _arguments_of(name, function))
+        if isinstance(self.ratio, (int, float)) and 1 < self.ratio < math.inf:
+            share = f"{self.ratio / (self.ratio + 1):g}"
+            raise ValueError(
+                f"Hindsight ratio must be from 0 to 1; found {self.ratio}. n_sampled_goal={self.ratio} of others is "
+                f"ratio={share} here."
+            )
         object.__setattr__(self, "ratio", validation.check_float("Hindsight ratio", self.ratio, high=1.0))
         validation.check_choice("Hindsight strategy", self.strategy, get_args(Strategy))
 

@@ -389,6 +389,8 @@ class _Prioritized(BaseSampler):
         if isinstance(self.beta, LinearSchedule):
             check_float(f"{owner} beta.start", self.beta.start)
             check_float(f"{owner} beta.end", self.beta.end)
+        elif isinstance(self.beta, tuple):
+            raise TypeError(f"{owner} beta must be a number or LinearSchedule(start, end, steps); found {self.beta!r}.")
         else:
             _put(self, beta=check_float(f"{owner} beta", self.beta, high=MOST_EXPONENT))
         if isinstance(self.initial, str):

@@ -1,4 +1,4 @@
-"""Fields and settings of buffers from Gymnasium's spaces and vector environments."""
+"""Fields and settings of buffers from Gymnasium's spaces and environments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from gpu_replay.fields import Field, check_fields, flattened
 
 if TYPE_CHECKING:
-    from gymnasium import Space
+    from gymnasium import Env, Space
     from gymnasium.vector import VectorEnv
 
 # unsigned numbers that torch cannot compute with are stored in the next wider signed dtype
@@ -51,29 +51,40 @@ def step_fields(
     return _with_extra(_stored_as(fields, dtypes), extra)
 
 
-def vector_settings(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
+def vector_settings(env: VectorEnv[Any, Any, Any] | Env[Any, Any], *, single: bool = False) -> dict[str, Any]:
     """`num_envs`, the spaces of one environment, and `autoreset` where a vector environment says which it is.
 
-    Raises TypeError for anything but a vector environment of Gymnasium.
+    single: whether one environment is taken too: its loop resets it, or its Autoreset wrapper does at the next step.
+
+    Wrappers are looked through for numbers and modes that they hide, but not for spaces, which they may have changed.
+    Raises TypeError for anything but an environment of Gymnasium.
     """
-    names = ("num_envs", "single_observation_space", "single_action_space")
-    if any(getattr(env, name, None) is None for name in names):
+    from gymnasium import Env, Wrapper
+    from gymnasium.wrappers import Autoreset
+
+    inner: Any = getattr(env, "unwrapped", env)
+    count = getattr(env, "num_envs", None) or getattr(inner, "num_envs", None)
+    if single and count is None and isinstance(env, Env):
+        settings = {"num_envs": 1, "observation_space": env.observation_space, "action_space": env.action_space}
+        while isinstance(env, Wrapper) and not isinstance(env, Autoreset):
+            env = env.env
+        return {**settings, "autoreset": "next_step" if isinstance(env, Autoreset) else "disabled"}
+    spaces = [getattr(env, f"single_{name}", None) for name in ("observation_space", "action_space")]
+    if count is None or None in spaces:
         raise TypeError(
-            f"from_env needs a vector environment of Gymnasium; found {type(env).__name__}. Make one with "
-            "gymnasium.make_vec(...), or use from_spaces."
+            f"from_env and collect need a vector environment of Gymnasium, and from_env takes a single one too; found "
+            f"{type(env).__name__}, without num_envs or the spaces of one environment, single_observation_space and "
+            "single_action_space. Make one with gymnasium.make_vec(...), or use from_spaces."
         )
-    settings = {
-        "num_envs": env.num_envs,
-        "observation_space": env.single_observation_space,
-        "action_space": env.single_action_space,
-    }
-    mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
+    settings = {"num_envs": count, "observation_space": spaces[0], "action_space": spaces[1]}
+    modes = ((getattr(each, "metadata", None) or {}).get("autoreset_mode") for each in (env, inner))
+    mode = next((each for each in modes if each is not None), None)
     if mode is None:
         return settings
     if autoreset_name(mode) not in _AUTORESET.values():
         raise ValueError(f"the environment's metadata has autoreset_mode={mode!r}; give autoreset=... yourself.")
     # before gymnasium 1.4 vector environments of a class share their metadata, with the mode of the last one made
-    own = autoreset_name(getattr(getattr(env, "unwrapped", env), "autoreset_mode", mode))
+    own = autoreset_name(getattr(inner, "autoreset_mode", mode))
     return {**settings, "autoreset": own if own in _AUTORESET.values() else autoreset_name(mode)}
 
 

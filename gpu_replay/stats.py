@@ -33,6 +33,12 @@ class Stats:
     stale_updates:         keys of updates and writes that were ignored because they were not live.
     rejected_priorities:   non-finite priorities ignored on a GPU, where looking at them would stall.
     saturated_priorities:  priorities so large that their mass was cut to the limit.
+    lost_truncations:      truncated endings whose final observation is not stored, since none was given or no place was
+                           free: windows that end there are never sampled. Give `final_obs=`, or raise `final_capacity`.
+    unexpected_resets:     steps after an ending, with `autoreset="next_step"`, that have a reward or a flag, as a reset
+                           step has not: the loop or the environment seems to reset in another way.
+
+    Only trajectory buffers count the last two.
     """
 
     size: int
@@ -50,6 +56,8 @@ class Stats:
     stale_updates: int
     rejected_priorities: int
     saturated_priorities: int
+    lost_truncations: int
+    unexpected_resets: int
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,9 @@ from gpu_replay.spaces import autoreset_name, step_fields, vector_settings, warn
 from gpu_replay.validation import check_int
 
 if TYPE_CHECKING:
-    from gymnasium import Space
+    from gymnasium import Env, Space
     from gymnasium.vector import AutoresetMode, VectorEnv
-    from typing_extensions import Self
+    from typing_extensions import Never, Self
 
 _FLAG = Field((), torch.bool)
 
@@ -67,9 +67,11 @@ class TrajectoryReplayBuffer(Buffer):
     sampler:        Uniform, Proportional, RankBased, Latest, Combined, or one of your own.
     device:         by default "cuda" if torch finds a CUDA device, else "cpu".
     seed:           of the random stream.
-    final_capacity: final observations kept for truncated episodes ("same_step" and "disabled"); by default one for each
-                    slot, or as many as fit 3 MiB or, in a long ring, 32 bytes for each slot. While all of them belong
-                    to stored steps, further truncated windows cannot be drawn.
+    final_capacity: with "same_step" and "disabled", how many final observations of truncated episodes are kept. By
+                    default as many as fit the larger of 3 MiB and 32 bytes a step, but at least one for 32 steps (3% of
+                    the frames) and one for each environment. A place is free again when its episode's last step is
+                    overwritten. An episode that finds none is not sampled at its end, as if `final_obs` had not been
+                    given: `stats().lost_truncations` counts both, and the first one warns.
     relabel:        Hindsight, for goals: rewrites goals and rewards of a share of every batch; needs `n_step=1`. Then
                     final observations are kept for terminated episodes too.
     storage_device, storage_path: where the fields are kept, as in `ReplayBuffer`; rewards, flags and final observations
@@ -122,6 +124,7 @@ class TrajectoryReplayBuffer(Buffer):
         self._checks = validation.checks_of(self._step_fields)
         observations, on_host = self._streams.observations, self._on_host
         self._input = StepInput(self._step_fields, observations, self._settings, self._device, on_host=on_host)
+        self._needed = f": a start needs n_step={n_step} steps of its environment, and the observation after them"
         self._batch_kind = stream_batch(self._fields, self._settings.stack)
         self._sequence_kind = stream_batch(self._fields, self._settings.stack, sequences=True)
 
@@ -159,7 +162,7 @@ class TrajectoryReplayBuffer(Buffer):
     @classmethod
     def from_env(
         cls,
-        env: VectorEnv[Any, Any, Any],
+        env: VectorEnv[Any, Any, Any] | Env[Any, Any],
         capacity: int,
         *,
         dtypes: Mapping[str, Any] | None = None,
@@ -168,11 +171,19 @@ class TrajectoryReplayBuffer(Buffer):
     ) -> Self:
         """A buffer for a Gymnasium vector environment: its number of environments, spaces and autoreset mode.
 
+        env:      or a single environment, whose loop calls `reset` after an ending (`autoreset="disabled"`), unless it
+                  contains `gymnasium.wrappers.Autoreset` ("next_step"). `num_envs` and the metadata may be those of
+                  `env.unwrapped`; spaces are always those of `env`.
         dtypes, extra, settings: as in `from_spaces`; `autoreset` is needed where the environment's metadata have no
-        `autoreset_mode`. Raises TypeError for what is no vector environment, and warns where its observations look like
-        stacks of frames, which the buffer would store several times.
+                  `autoreset_mode`.
+
+        Raises TypeError for what is no environment, and warns where its observations look like stacks of frames, which
+        the buffer would store several times.
         """
-        arguments = {**vector_settings(env), **settings}
+        if isinstance(env, (int, float, np.number)):
+            found = f"({env}, {type(capacity).__name__})"
+            raise TypeError(f"from_env takes (env, capacity), and the two are exchanged: found {found}.")
+        arguments = {**vector_settings(env, single=True), **settings}
         if "autoreset" not in arguments:
             raise ValueError(
                 "the environment's metadata do not say its autoreset_mode; give autoreset='next_step', 'same_step' or "
@@ -216,13 +227,15 @@ class TrajectoryReplayBuffer(Buffer):
 
     # calls
 
-    def add(self, *, priority: Any = None, final_obs: Any = None, **fields: Any) -> Tensor:
+    def add(self, *unnamed: Never, priority: Any = None, final_obs: Any = None, **fields: Any) -> Tensor:
         """Store one step of all `E` environments and return its keys, (E,) int64 on the buffer's device.
 
         fields:    every field of the buffer, and `reward`, `terminated`, `truncated`, each `[E, *shape]`: NumPy arrays,
                    CPU tensors or tensors on the buffer's device. `obs` is the newest frame, in which `action` was
-                   chosen; reward and flags are what the environment gave back for it. A dictionary, nested too, is the
-                   same as dotted names: `obs={"image": x}` is the field `obs.image`.
+                   chosen; reward and flags are what the environment gave back for it. With `num_envs=1` a step may be
+                   given as a single environment gives it: then no value, `final_obs` included, has the leading axis.
+                   Scalars may be `[E, 1]`, and flags 0 and 1 of any dtype. A dictionary, nested too, is the same as
+                   dotted names: `obs={"image": x}` is the field `obs.image`.
         priority:  (E,) absolute TD errors or other non-negative numbers (the sign is dropped); each counts when its
                    start becomes eligible. A mass is never below one unit, 2^-20: a priority of 0 with `eps=0` counts
                    as that.
@@ -232,26 +245,35 @@ class TrajectoryReplayBuffer(Buffer):
                    nothing ended. Only "same_step" and "disabled" take it, to bootstrap truncated episodes; ValueError
                    with "next_step". With `relabel` those of terminated episodes are kept as well.
 
-        With `autoreset="next_step"` only the observation of a step after an ending counts. Raises KeyError for a
+        With `autoreset="next_step"` only the observation of a step after an ending counts; the first of these steps
+        that has a reward or a flag, unlike a reset step, warns (UserWarning). So does, with the other modes, the first
+        truncated episode whose final observation is not stored. Both warnings come before the step is stored, on CUDA
+        with the next call that waits for the device, such as `stats`. Raises KeyError for a
         missing or unknown field, ValueError for a wrong shape, device or a value out of range, TypeError for a dtype
         that would lose values. Nothing is stored by a call that raises; an interrupt (KeyboardInterrupt) comes
         before the step is stored, or after that.
-        Values of tensors on CUDA are not looked at: floats too large for the field become infinite.
+        Values of tensors on CUDA are not looked at: floats too large for the field become infinite, and any number but
+        0 is a true flag. Inside torch.compile every value is a tensor or array with its leading axis.
         """
+        if unnamed:
+            self._refuse_unnamed("add", unnamed, self._step_fields)
         if is_dynamo_compiling():
             return self._operators.add(fields if final_obs is None else {**fields, "final_obs": final_obs}, priority)
         finals: dict[str, Any] = {}
         if final_obs is not None or fields.keys() != self._step_fields.keys():
             fields, finals = self._input.split(fields, final_obs)
-        values, envs, ready = self._rows_of(fields, self._settings.num_envs)
+        values, envs, ready, single = self._rows_of(fields, self._settings.num_envs)
         terminated, truncated = values.pop("terminated"), values.pop("truncated")
+        if single:
+            finals = {name: [value] for name, value in finals.items()}
         final_rows = self._input.finals(finals, terminated, truncated) if finals else None
         if priority is not None:
-            priority = validation.as_priorities("priority", priority, envs, self._device, as_array=self._on_host)
+            given = validation.with_axis(priority) if single else priority
+            priority = validation.as_priorities("priority", given, envs, self._device, as_array=self._on_host)
         with self._lock:
             return self._engine.add_step(values, terminated, truncated, priority, final_rows, ready)
 
-    def extend(self, *, priority: Any = None, final_obs: Any = None, **fields: Any) -> Tensor:
+    def extend(self, *unnamed: Never, priority: Any = None, final_obs: Any = None, **fields: Any) -> Tensor:
         """Store T steps of all `E` environments and return their keys, (T, E) int64 on the buffer's device.
 
         fields:    as in `add`, each `[T, E, *shape]`, oldest first; `[T, 1, *shape]` for a stream of one environment.
@@ -268,6 +290,8 @@ class TrajectoryReplayBuffer(Buffer):
         interrupt leaves the steps before it. The quick way there is to fill a buffer with the same settings on the CPU,
         and to load its state: `buffer.load_state_dict(on_cpu.state_dict())`.
         """
+        if unnamed:
+            self._refuse_unnamed("extend", unnamed, self._step_fields)
         if self._stream_order.capturing():
             raise RuntimeError("extend waits for the device and cannot be captured in a CUDA graph; use add.")
         fields, given = self._input.split(fields, final_obs)
@@ -279,7 +303,7 @@ class TrajectoryReplayBuffer(Buffer):
         count, envs = terminated.shape
         if priority is not None:
             checked = validation.as_tensor("priority", priority, self._device)
-            if tuple(checked.shape) != (count, envs):
+            if tuple(checked.shape) not in ((count, envs), (count, envs, 1)):
                 raise ValueError(f"priority needs shape {[count, envs]}; found {list(checked.shape)}.")
             flat = checked.reshape(-1)
             priority = validation.as_priorities("priority", flat, len(flat), self._device, as_array=self._on_host)
@@ -302,7 +326,9 @@ class TrajectoryReplayBuffer(Buffer):
         if envs is None:
             chosen = torch.ones(count, dtype=torch.bool, device=device)
         else:
-            chosen = validation.as_field("envs", envs, _FLAG, count, device, on_host=on_host, steps=True)
+            if (mask := validation.as_tensor("envs", envs, device)).dtype != torch.bool:
+                raise TypeError(f"envs must be a mask of bool, one for each environment; found {mask.dtype}.")
+            chosen = validation.as_field("envs", mask, _FLAG, count, device, on_host=on_host, steps=True)
         with self._lock:
             self._engine.break_streams(chosen)
 
@@ -433,6 +459,7 @@ class TrajectoryReplayBuffer(Buffer):
         begin_episodes: bool = False,
         storage_device: torch.device | str | None = None,
         storage_path: StoragePath | None = None,
+        **others: Never,
     ) -> Self:
         """The buffer that `save` wrote, on any device.
 
@@ -445,8 +472,15 @@ class TrajectoryReplayBuffer(Buffer):
         Raises CheckpointError that says what is damaged, ValueError for another `relabel` than the saved buffer's.
         """
         begins = validation.check_bool("begin_episodes", begin_episodes)
-        places = {"storage_device": storage_device, "storage_path": storage_path}
-        buffer = cls._loaded(path, device, partial(check_saved_relabel, path, relabel), relabel=relabel, **places)
+        buffer = cls._loaded(
+            path,
+            device,
+            partial(check_saved_relabel, path, relabel),
+            relabel=relabel,
+            storage_device=storage_device,
+            storage_path=storage_path,
+            **others,
+        )
         if begins:
             buffer.begin_episodes()
         return buffer

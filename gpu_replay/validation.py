@@ -31,6 +31,14 @@ _NUMPY_OF = {each: name for name, each in TORCH_OF.items()}
 _INT64 = np.dtype(np.int64)
 # of no number
 _NO_DTYPE = np.dtype("V1")
+# kinds of single numbers that are stored as they are, if they are smaller than this
+_FLOATS = (float, np.float32, np.float64)
+_SINGLE: dict[np.dtype[Any], tuple[type, ...]] = {
+    **dict.fromkeys(map(np.dtype, (np.float32, np.float64)), _FLOATS),
+    _INT64: (int, np.int64),
+    np.dtype(bool): (bool, np.bool_),
+}
+_SMALL = 2.0**62
 _REAL = (np.dtype(np.float32), np.dtype(np.float64))
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # unsigned numbers of torch that int64 can hold whatever they are
@@ -206,12 +214,14 @@ def checks_of(fields: Mapping[str, Field]) -> Checks:
 
 def host_rows(
     fields: Mapping[str, Any], checks: Checks, rows: int | None, device: torch.device
-) -> tuple[dict[str, np.ndarray], int]:
-    """The values of all fields as `as_field` gives them to the host's engine, in the order of the checks; their rows.
+) -> tuple[dict[str, Any], int, bool, bool]:
+    """The values of all fields as `as_field` gives them to the host's engine, in the order of the checks; their rows;
+    False; and whether they are one row that came without its axis.
 
     rows: environments, one step of each of which is given; None where every value has as many rows as the first.
     """
-    values, count = {}, rows
+    values: dict[str, Any] = {}
+    count = rows
     for name, field, dtype, shape in checks:
         value = fields[name]
         # fast path: what can be stored as it is
@@ -223,17 +233,51 @@ def host_rows(
             fits = False
         sides = array.shape if fits else ()
         if not sides or sides[1:] != shape or (sides[0] != count and count is not None):
+            if not values and (single := _single_row(fields, checks, rows, device, on_host=True)):
+                return single, 1, False, True
             array = as_field(name, value, field, count, device, on_host=True, steps=rows is not None)
             sides = array.shape
         values[name] = array
         count = sides[0]
-    return values, count or 0
+    return values, count or 0, False, False
+
+
+def with_axis(value: Any) -> Any:
+    """A value of one row with the axis of rows."""
+    return value[None] if isinstance(value, (Tensor, np.ndarray)) else [value]
+
+
+def _single_row(
+    fields: Mapping[str, Any], checks: Checks, rows: int | None, device: torch.device, *, on_host: bool
+) -> dict[str, Any]:
+    """One row, with its axis, if it came as a single environment gives it: no value has that axis. Else nothing."""
+    values: dict[str, Any] = {}
+    for name, field, dtype, shape in checks if rows in (None, 1) else ():
+        value = fields[name]
+        # fast paths: what can be stored as it is
+        array = plain_array(value) if on_host else None
+        if array is not None and array.dtype == dtype and array.shape == shape:
+            values[name] = array[None]
+        elif (
+            on_host
+            and not shape
+            and type(value) in _SINGLE.get(dtype, ())
+            # numbers of NumPy that are no Python numbers fit, and take long to compare
+            and (not isinstance(value, (int, float)) or -_SMALL < value < _SMALL)
+        ):
+            values[name] = np.array((value,), dtype)
+        else:
+            array = value if isinstance(value, (Tensor, np.ndarray)) else _array_from(name, value)
+            if array.ndim != len(shape):
+                return {}
+            values[name] = as_field(name, array[None], field, 1, device, on_host=on_host)
+    return values
 
 
 def device_rows(
     fields: dict[str, Any], checks: Checks, rows: int | None, device: torch.device
-) -> tuple[dict[str, Tensor], int, bool]:
-    """As `host_rows`, tensors for an engine on a device; also whether a kernel can read all of them as they are."""
+) -> tuple[dict[str, Any], int, bool, bool]:
+    """As `host_rows`, tensors for an engine on a device, and whether a kernel can read all of them as they are."""
     try:
         sides: tuple[int, ...] = getattr(fields[checks[0][0]], "shape", ())
     except RuntimeError:
@@ -241,24 +285,28 @@ def device_rows(
         sides = ()
     count = rows if rows is not None else sides[0] if len(sides) else 0
     if are_ready(fields, [(name, field.dtype, (count, *shape)) for name, field, _, shape in checks], device):
-        return fields, count, True
+        return fields, count, True, False
+    if single := _single_row(fields, checks, rows, device, on_host=False):
+        return single, 1, False, True
     values, found = {}, rows
     for name, field, *_ in checks:
         values[name] = as_field(name, fields[name], field, found, device, on_host=False, steps=rows is not None)
         found = values[name].shape[0]
-    return values, found or 0, False
+    return values, found or 0, False, False
 
 
 def as_field(
     name: str, value: Any, field: Field, rows: int | None, device: torch.device, *, on_host: bool, steps: bool = False
 ) -> Any:
-    """The value as `[m, *field.shape]` of the field's dtype: a tensor on the CPU or on `device`, or, for the host's
-    engine, an array as `numpy_view` shows it.
+    """The value as `[m, *field.shape]` of the field's dtype, of a scalar also given as `[m, 1]`: a tensor on the CPU or
+    on `device`, or, for the host's engine, an array as `numpy_view` shows it.
 
     rows:  the `m` that the other fields of this call have, or None. steps: whether it is the number of environments.
     Raises TypeError or ValueError that names the field; values and the buffer stay as they were.
     """
     array: Any = as_array(name, value, device) if on_host else as_tensor(name, value, device)
+    if not field.shape and array.ndim == 2 and array.shape[1] == 1:
+        array = array.reshape(-1)
     sides, shape = field.shape, tuple(array.shape)
     if steps and shape != (rows, *sides):
         raise ValueError(
@@ -267,7 +315,7 @@ def as_field(
         )
     if not shape or shape[1:] != sides:
         expected = f"[m, {', '.join(map(str, sides))}]" if sides else "[m]"
-        hint = " Add the leading batch dimension: value[None]." if shape == sides else ""
+        hint = " Add the leading batch dimension, value[None], or give no value with it." if shape == sides else ""
         raise ValueError(f"field {name!r} needs shape {expected}; found {list(shape)}.{hint}")
     if rows is not None and shape[0] != rows:
         raise ValueError(f"field {name!r} has {shape[0]} rows where the others of this add have {rows}.")
@@ -278,8 +326,12 @@ def as_field(
 
 @cache
 def _cast_rule(source: torch.dtype, dtype: torch.dtype) -> str:
-    """Whether numbers of one dtype can become those of another: "never", "lossless", or, looked at, "same kind"."""
-    if source not in STORABLE or (source.is_floating_point and not dtype.is_floating_point) or dtype == torch.bool:
+    """Whether numbers of one dtype can become those of another: "never", "lossless", or, looked at, "same kind", or
+    "flags" where they are 0 or 1.
+    """
+    if dtype == torch.bool and source in STORABLE:
+        return "lossless" if source == dtype else "flags"
+    if source not in STORABLE or (source.is_floating_point and not dtype.is_floating_point):
         return "never"
     # integers up to 2**63 fit every floating dtype but the half floats
     roomy = source == torch.bool or dtype != torch.float16
@@ -295,6 +347,11 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     refusal = f"field {name!r} is stored as {dtype}; found {source}, which cannot be cast without loss."
     if rule == "never":
         raise TypeError(f"{refusal} Convert it yourself first, if that is what you mean.")
+    if rule == "flags":
+        result = tensor != 0
+        if tensor.is_cpu and not torch.equal(result.to(source), tensor):
+            raise ValueError(f"{refusal} Flags may be 0 and 1 of any dtype; found other numbers.")
+        return result
     if tensor.device.type != "cpu":
         if source.is_floating_point or dtype.is_floating_point:
             return tensor.to(dtype)
@@ -365,7 +422,8 @@ def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: boo
 
 
 def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_array: bool) -> Any:
-    """Priorities as a (rows,) tensor of real numbers, or `as_array` of float32 or float64; on a CPU all are finite.
+    """Priorities, (rows,) or (rows, 1), as a (rows,) tensor of real numbers, or `as_array` of float32 or float64; on a
+    CPU all are finite.
 
     Raises TypeError for booleans and non-numbers, ValueError for another shape, a third device or, on the CPU, for
     priorities that are not finite.
@@ -373,8 +431,16 @@ def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_
     tensor = as_tensor(name, value, device)
     if tensor.dtype == torch.bool or tensor.dtype not in STORABLE:
         raise TypeError(f"{name} must be real numbers; found {tensor.dtype}.")
+    if tensor.dim() == 2 and tensor.shape[1] == 1:
+        tensor = tensor.reshape(-1)
     if tensor.dim() != 1 or tensor.shape[0] != rows:
-        raise ValueError(f"{name} must have shape [{rows}], one for each transition; found {list(tensor.shape)}.")
+        hint = ""
+        if tensor.dim() == 2 and tensor.shape[0] == rows:
+            # as of sequences
+            hint = " Those of sequences reduce over time, as R2D2 does: 0.9 * p.amax(1) + 0.1 * p.mean(1)."
+        raise ValueError(
+            f"{name} must have shape [{rows}], one for each transition or sequence; found {list(tensor.shape)}.{hint}"
+        )
     if device.type != "cpu":
         return tensor
     numbers = numpy_view(name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor)

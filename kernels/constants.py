@@ -21,6 +21,7 @@ LOWEST = tl.constexpr(11)
 HIGHEST = tl.constexpr(12)
 ELIGIBLE = tl.constexpr(13)
 FINALS = tl.constexpr(14)
+FLAWED = tl.constexpr(15)
 
 NO_MASS = tl.constexpr(2**63 - 1)
 NO_KEY = tl.constexpr(-1)

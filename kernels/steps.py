@@ -13,6 +13,7 @@ from .constants import (
     FINAL,
     FINALS,
     FIRST,
+    FLAWED,
     PENDING_MAX_MASS,
     REJECTED,
     SATURATED,
@@ -213,11 +214,16 @@ def add_step_kernel(
         truncated = tl.load(truncated_ptr + env, mask=named, other=0).to(tl.int32)
         flags = terminated * TERMINATED | truncated * TRUNCATED
         is_first = (before & (TERMINATED | TRUNCATED | CUT)) != 0
+        # a truncated ending needs a final observation
+        flawed = truncated > terminated
         if NEXT_STEP:
             # the step after an ending has its final observation alone; one that was cut is followed by a first one
             is_dead = ((before & (TERMINATED | TRUNCATED)) != 0) & ((before & CUT) == 0)
             flags = tl.where(is_dead, DEAD, flags)
             is_first = (before & (DEAD | CUT)) != 0
+            # the last field is the reward, which a reset step lacks, as it lacks an ending
+            reward = tl.load(inputs[len(inputs) - 1] + env, mask=named, other=0)
+            flawed = is_dead & ((reward != 0) | ((terminated | truncated) != 0))
         behind = depth.to(tl.int64)
         # nothing comes before the very first step
         depth = tl.where(is_first | (added == 0), 0, depth)
@@ -232,6 +238,8 @@ def add_step_kernel(
             tl.store(final_ptr + slot, place.to(tl.int32), mask=taken)
             flags = tl.where(taken, flags | FINAL, flags)
             kept = taken.to(tl.int64)
+            flawed = flawed & (taken == 0)
+        tl.atomic_add(counters_ptr + FLAWED, tl.sum(flawed.to(tl.int64)), sem="relaxed")
 
         initial = tl.full([], 1, tl.int64)
         if MASSES:

@@ -6,11 +6,11 @@ Public methods check what users pass in; the work is done by an engine, on CPU t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -40,6 +40,8 @@ class Buffer(StatefulBuffer):
     _batch_kind: BatchKind
     # the unit that is sampled, for messages
     _units: ClassVar[str]
+    # what they need, for messages
+    _needed: str = ""
     # the expected names, dtypes and shapes of the values of an `add`
     _checks: validation.Checks
 
@@ -191,13 +193,19 @@ class Buffer(StatefulBuffer):
 
     # calls
 
-    def _rows_of(self, fields: dict[str, Any], envs: int | None) -> tuple[dict[str, Any], int, bool]:
-        """Check the values of all fields; return them, the number of rows, of the first field or `envs`, and whether a
-        kernel can read the values as they are.
+    def _rows_of(self, fields: dict[str, Any], envs: int | None) -> tuple[dict[str, Any], int, bool, bool]:
+        """Check the values of all fields; return them, the number of rows, of the first field or `envs`, whether a
+        kernel can read the values as they are, and whether they are one row that came without its axis.
         """
         if self._on_host:
-            return *validation.host_rows(fields, self._checks, envs, self._device), False
+            return validation.host_rows(fields, self._checks, envs, self._device)
         return validation.device_rows(fields, self._checks, envs, self._device)
+
+    def _refuse_unnamed(self, call: str, values: Sized, fields: Iterable[str]) -> NoReturn:
+        raise TypeError(
+            f"{call} takes values by name, {call}({', '.join(f'{name}=...' for name in fields)}); found {len(values)} "
+            "positional ones."
+        )
 
     def _check_enough(self, batch: int, skipped: int = 0, call: str = "", available: int | None = None) -> None:
         """Raise unless `batch` rows can be drawn, leaving out the newest `skipped` slots.
@@ -217,7 +225,7 @@ class Buffer(StatefulBuffer):
                 "Raise the batch size or lower newest."
             )
         if count == 0:
-            raise RuntimeError(f"{call}: the buffer holds no {self._units}. Add more first.")
+            raise RuntimeError(f"{call}: the buffer holds no {self._units}. Add more first{self._needed}.")
         kind = "of the newest" if distinct == newest else "without replacement"
         remedy = "." if kind == "of the newest" else ", or draw with Uniform(replacement=True)."
         raise ValueError(
@@ -230,7 +238,8 @@ class Buffer(StatefulBuffer):
 
         keys:       (m,) int64 as `batch.key`; those no longer live are ignored and counted in `stats().stale_updates`;
                     -1 stands for no key.
-        priorities: (m,) absolute TD errors or other non-negative numbers; the sign is dropped.
+        priorities: (m,) or (m, 1) absolute TD errors or other non-negative numbers; the sign is dropped. Of sequences
+                    one for each: reduce those of the steps over time.
 
         A mass is never below one unit, 2^-20: a priority of 0 with `eps=0` counts as that, and so do TD errors below
         1e-6 with `alpha=1` (with `alpha=0.6` below 1e-10). A key that appears twice: the last one wins. With a sampler
@@ -285,7 +294,8 @@ class Buffer(StatefulBuffer):
         with self._alone():
             first, added = self._sampling.span()
             size = added - first
-            counts = self._counters.tolist()
+            counts = self._sampling.counts()
+            next_step = self._shape is not None and self._shape.next_step
             eligible = counts[Counter.ELIGIBLE] if self._tracks_eligibility else size
             # slots that are not live have been sampled 0 times
             sampled = self._storage.times_sampled
@@ -301,6 +311,8 @@ class Buffer(StatefulBuffer):
                 stale_updates=counts[Counter.STALE],
                 rejected_priorities=counts[Counter.REJECTED],
                 saturated_priorities=counts[Counter.SATURATED],
+                lost_truncations=0 if next_step else counts[Counter.FLAWED],
+                unexpected_resets=counts[Counter.FLAWED] if next_step else 0,
             )
 
     def _distribution(self, eligible: int) -> Distribution:

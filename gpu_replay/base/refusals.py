@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import wraps
 from inspect import getfullargspec
 from multiprocessing.context import get_spawning_popen
@@ -15,6 +16,11 @@ _INSTEAD = (
     "steps through a queue to the process of the buffer, as gpu_replay/examples/async_actors.py does, or make a buffer "
     "in that process."
 )
+# what settings of samplers and of other libraries are here
+_MEANT = dict.fromkeys(("max_size", "size", "buffer_size", "memory_size", "max_length"), "capacity")
+_MEANT |= {name: f"sampler=Proportional({name}=...)" for name in ("alpha", "beta", "eps", "clip", "initial")}
+_MEANT |= dict.fromkeys(("seq_len", "length", "burn_in"), "sample_sequences(B, length, burn_in)")
+_MEANT |= dict.fromkeys(("batch_size",), "sample(batch_size)")
 # all buffers of this process
 _buffers: weakref.WeakSet[Any] = weakref.WeakSet()
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -74,8 +80,11 @@ else:
 
 
 def hint_from_spaces(init: Init) -> Init:
-    """Decorate a constructor to raise a TypeError that names `from_spaces` when it gets Gymnasium spaces."""
-    names = getfullargspec(init).args[1:]
+    """Decorate a constructor to raise a TypeError that names `from_spaces` when it gets Gymnasium spaces, and what was
+    meant by a setting that there is not.
+    """
+    arguments = getfullargspec(init)
+    names, known = arguments.args[1:], [*arguments.args[1:], *arguments.kwonlyargs]
 
     @wraps(init)
     def checked(self: Any, *given: Any, **settings: Any) -> None:
@@ -83,6 +92,12 @@ def hint_from_spaces(init: Init) -> Init:
             raise TypeError(
                 f"{type(self).__name__} takes ({', '.join(names)}) and settings by name; found {len(given)} arguments. "
                 f"Gymnasium's spaces go to {type(self).__name__}.from_spaces."
+            )
+        for name in settings.keys() - known:
+            meant = _MEANT.get(name) or next(iter(get_close_matches(name, known)), None)
+            raise TypeError(
+                f"{type(self).__name__} has no setting {name!r}{f'; did you mean {meant}?' if meant else '.'} It takes "
+                f"{', '.join(known)}."
             )
         init(self, *given, **settings)
 

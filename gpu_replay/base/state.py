@@ -33,7 +33,7 @@ from gpu_replay.samplers import Sampler, check_sampler
 from gpu_replay.validation import check_int
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Never, Self
 
     from gpu_replay.engines.device import DeviceEngine
     from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
@@ -243,6 +243,7 @@ class StatefulBuffer(ABC):
         *,
         storage_device: torch.device | str | None = None,
         storage_path: StoragePath | None = None,
+        **others: Never,
     ) -> Self:
         """The buffer that `save` wrote, on any device.
 
@@ -252,7 +253,7 @@ class StatefulBuffer(ABC):
         Raises CheckpointError that says what is damaged; while another process saves to the path, that it is to be
         opened again.
         """
-        return cls._loaded(path, device, storage_device=storage_device, storage_path=storage_path)
+        return cls._loaded(path, device, storage_device=storage_device, storage_path=storage_path, **others)
 
     @classmethod
     def _loaded(
@@ -266,6 +267,11 @@ class StatefulBuffer(ABC):
 
         check: raises where the saved arguments do not allow those given.
         """
+        for name in given.keys() - {"relabel", "storage_device", "storage_path"}:
+            raise TypeError(
+                f"load gives the buffer that was saved, with its own settings; it takes no {name!r}. For another "
+                "capacity or sampler make a new buffer and fill it from old.batches(size): see the guide, Checkpoints."
+            )
         kind = cls.__name__
         saved = BufferCheckpoint(path, (KIND, SINGLE) if kind == SINGLE else (kind,))
         arguments = saved.arguments()

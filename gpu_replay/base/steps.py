@@ -43,6 +43,11 @@ class StepInput:
         Raises KeyError for names that are missing or unknown.
         """
         fields = flattened(values, self._fields)
+        if any(name == "next_obs" or name.startswith("next_obs.") for name in fields):
+            raise KeyError(
+                "a trajectory buffer takes no next_obs: observations are stored once, and the next step brings it; "
+                "give final_obs= where an episode ended and the next step is of another one."
+            )
         finals = {name: fields.pop(f"final_{name}") for name in self._observations if f"final_{name}" in fields}
         check_names(fields, self._fields)
         if final_obs is not None:
@@ -54,6 +59,8 @@ class StepInput:
         sides = (self._num_envs, *field.shape)
         as_array = self._on_host or not isinstance(raw, Tensor)
         value: Any = (validation.as_array if as_array else validation.as_tensor)(name, raw, self._device)
+        if not field.shape and value.ndim == 3 and value.shape[2] == 1:
+            value = value.reshape(value.shape[:2])
         if value.ndim == 0 or tuple(value.shape[1:]) != sides:
             alone = self._num_envs == 1 and value.ndim > 0 and tuple(value.shape[1:]) == field.shape
             hint = " Add the axis of the environments: value[:, None]." if alone else ""

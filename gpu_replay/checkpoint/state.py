@@ -17,7 +17,7 @@ from gpu_replay.checkpoint.config import difference, renewed
 from gpu_replay.checkpoint.format import write_checkpoint
 from gpu_replay.checkpoint.manifest import check_version
 from gpu_replay.errors import CheckpointError
-from gpu_replay.ops.counters import LASTING, counter_values
+from gpu_replay.ops.counters import ADDED_LATER, LASTING, counter_values
 from gpu_replay.validation import check_int
 
 VERSION = 1
@@ -118,7 +118,7 @@ def save(buffer: BufferState, path: str | PathLike[str]) -> None:
 def checked_counters(counters: Any) -> dict[str, int]:
     """Counters by name, as a manifest gives them; KeyError, TypeError or ValueError for anything else."""
     # what only earlier versions counted is left out
-    checked = {name: counters[name] for name in LASTING}
+    checked = {name: counters.get(name, 0) if name in ADDED_LATER else counters[name] for name in LASTING}
     for name, count in checked.items():
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**63:
             raise ValueError(f"counter {name} must be a whole number of 63 bits; found {count!r}.")

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--frame-size", type=positive, metavar="N", help="side of a frame of Atari or device-pong (default: 84)"
     )
-    envs = "of a trajectory buffer, which stores each observation once; without it, of a transition buffer"
+    envs = "environments of a trajectory buffer, which stores each frame once; without it, a buffer of transitions"
     parser.add_argument("--num-envs", type=positive, metavar="E", help=envs)
     parser.add_argument(
         "--autoreset",
@@ -92,28 +92,41 @@ def report(
         capacity = check_capacity(options.capacity)
         backend = choose(device)
         fields = check_fields(_named(options.field)) if stored is None else dict(stored())
+        step, once = fields, 0
         if options.num_envs is not None:
             sizes = stream_sizes(capacity, options.num_envs, fields, options.autoreset, sampler, backend)
             capacity -= capacity % options.num_envs
         else:
+            if stored is not None and options.stack > 1:
+                once = sum(stream_sizes(capacity, 1, step, options.autoreset, sampler, backend).values())
             fields = fields if stored is None else _classic(fields)
             sizes = estimate(capacity, _stacked(fields, options.stack), sampler, backend)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(str(error)) from None
     total = sum(sizes.values())
-    kind = "transitions" if options.num_envs is None else f"steps of {options.num_envs} environments"
+    kind = "transitions" if options.num_envs is None else f"steps of {options.num_envs} environments together"
     print(f"{capacity:,} {kind}, sampler {options.sampler}, on {device}")
+    if once:
+        print(f"each frame stored once, TrajectoryReplayBuffer: {once:,} bytes, {once / capacity:,.1f} per transition")
+        print("(--num-envs lists its parts); stacks stored in obs and next_obs, ReplayBuffer:")
     places = sizes_by_place(sizes, placement, {*fields, "alignment"})
     for place, held, _ in places:
         print(size_table(held) if not placement.apart else f"{place}:\n{size_table(held)}")
     print(f"the buffer alone takes {total:,} bytes, {total / capacity:,.1f} per transition")
+    if "final_obs" in sizes:
+        kept = sizes["final_obs"] // sum(field.row_bytes for name, field in step.items() if _is_observation(name))
+        print(
+            f"final observations of {kept:,} truncated episodes are kept ({kept / capacity:.1%} of the steps): "
+            "final_capacity sets another number, stats().lost_truncations counts those without a place"
+        )
     if stored is not None:
         print(more(capacity, device))
     for place, held, free in places:
         if free is not None:
             part = "its part" if placement.apart else "the buffer"
             fits = "fits" if sum(held.values()) <= free else "does not fit"
-            print(f"{free / 1e9:.3f} GB are free {place}: {part} {fits}")
+            small = f"; frames stored once {'fit' if once <= free else 'do not fit'}" * bool(once)
+            print(f"{free / 1e9:.3f} GB are free {place}: {part} {fits}{small if not placement.apart else ''}")
     return 0
 
 

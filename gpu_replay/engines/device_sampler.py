@@ -58,6 +58,9 @@ class DeviceSampler:
         self._scratch: dict[int, Tensor] = {}
         self._schedule: Tensor | None = None
         self._ranks: DeviceRanks | None = None
+        # warns of flawed endings of a trajectory buffer, once, when they are more than these
+        self.warn: Callable[[], None] | None = None
+        self._known_flaws = 0
         # the smallest live key, until the ring overwrites it, and the next key, but for adds that others replay
         self.first = self.added = 0
         if base.prioritized and not base.summed:
@@ -90,6 +93,7 @@ class DeviceSampler:
     def rebuild(self) -> None:
         """Take over a restored state, whose counters hold the seed. Waits for the device."""
         self.changed()
+        self._known_flaws = self.counters.tolist()[Counter.FLAWED]
         self.look()
 
     def on_clear(self) -> None:
@@ -101,6 +105,15 @@ class DeviceSampler:
         """Read the span of live keys, which includes adds replayed elsewhere. Waits for the device."""
         self.first, self.added = self.span()
         self.interrupted = False
+
+    def counts(self) -> list[int]:
+        """The counters, whose flawed endings may be warned of; waits for the device."""
+        with self.order:
+            counts: list[int] = self.counters.tolist()
+        if self.warn is not None and counts[Counter.FLAWED] > self._known_flaws:
+            self.warn()
+            self.warn = None
+        return counts
 
     def span(self) -> tuple[int, int]:
         """The smallest live key and the next key; waits for the device."""

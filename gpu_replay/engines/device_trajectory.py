@@ -24,6 +24,7 @@ from gpu_replay.ops.eligibility import (
     endings,
     make_add_step,
     powers_of,
+    warn_of_flaw,
 )
 from gpu_replay.ops.frames import make_gather_windows
 from gpu_replay.ops.hindsight import gather_goals, goal_blocks, make_choose_goals, put_goals
@@ -51,6 +52,7 @@ class TrajectoryDeviceEngine:
         self.sampling = sampling
         self._storage = storage
         self._shape = storage.streams.shape
+        sampling.warn = partial(warn_of_flaw, self._shape)
         powers = torch.from_numpy(powers_of(storage.gamma, self._shape.n_step)).to(sampling.device)
         # eligible starts when their number was last read, and steps overwritten since
         self._eligible = self._overwritten = 0
@@ -225,7 +227,7 @@ class TrajectoryDeviceEngine:
         if least >= needed:
             return least
         with self.sampling.order:
-            counts = self.sampling.counters.tolist()
+            counts = self.sampling.counts()
             self._eligible, self._overwritten = counts[Counter.ELIGIBLE], 0
             return self._eligible - self._count_newest(counts[Counter.ADDED], skipped)
 

@@ -64,6 +64,11 @@ class HostSampler:
         added = self.counters.item(Counter.ADDED)
         return max(self.counters.item(Counter.FIRST), added - self.capacity), added
 
+    def counts(self) -> list[int]:
+        """The counters."""
+        counts: list[int] = self.counters.tolist()
+        return counts
+
     def count_at_least(self, needed: int, skipped: int) -> int:
         """Count the rows that can be drawn without the newest `skipped` slots; a buffer of transitions skips none.
 

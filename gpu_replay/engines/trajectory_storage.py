@@ -31,9 +31,10 @@ _RESERVED_NAMES = ("reward", "terminated", "truncated", "discount", "next_obs", 
 _MOST_FRAMES, _MOST_STEPS = 2**16, 2**24
 # a shift is drawn from 16 random bits
 _MOST_SHIFT = 2**15 - 1
-# bytes that may go to final observations in any case, and bytes per step of a long ring
+# bytes that may go to final observations in any case, bytes per step of a long ring, and steps for one of them
 _FINALS_AT_LEAST = 3 * 2**20
 _FINALS_PER_STEP = 32
+_STEPS_PER_FINAL = 32
 
 
 def observation_names(fields: Mapping[str, Field]) -> tuple[str, ...]:
@@ -73,8 +74,8 @@ class StreamSettings:
     def checked(self, fields: Mapping[str, Field]) -> StreamSettings:
         """These settings for a ring of these fields, with the capacities that it will have, or TypeError / ValueError.
 
-        final_capacity: None for one final observation per slot where they are small or few, else fewer, one per
-                        environment at least. For 84x84 frames: 445, or 4.5 per 1,000 steps in rings above 98,000.
+        final_capacity: None for one final observation per slot where they are small or few, else fewer, but one for
+                        32 steps and one for each environment at least. For 84x84 frames: 445, or one for 32 steps.
         """
         asked, envs = check_capacity(self.capacity), check_int("num_envs", self.num_envs, 1)
         if asked < envs:
@@ -82,7 +83,8 @@ class StreamSettings:
         steps = asked // envs
         slots, observations = steps * envs, [fields[name] for name in observation_names(fields)]
         row = sum(each.row_bytes for each in observations)
-        finals = min(slots, max(envs, max(_FINALS_AT_LEAST, slots * _FINALS_PER_STEP) // row))
+        fitting = max(_FINALS_AT_LEAST, slots * _FINALS_PER_STEP) // row
+        finals = min(slots, max(envs, slots // _STEPS_PER_FINAL, fitting))
         if self.final_capacity is not None:
             finals = min(check_int("final_capacity", self.final_capacity, 0), slots)
         if check_choice("autoreset", self.autoreset, get_args(Autoreset)) == "next_step":

@@ -146,7 +146,10 @@ def _tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, np.ndarray):
         return torch.as_tensor(value, device="cpu")
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name!r} must be a tensor or an array inside torch.compile; found {type(value).__name__}.")
+        raise TypeError(
+            f"{name!r} must be a tensor or an array inside torch.compile, with its leading axis; found "
+            f"{type(value).__name__}."
+        )
     # nothing flows back through a buffer
     return value.detach()
 
@@ -171,7 +174,10 @@ def _buffer_named(name: str) -> Any:
 
 
 def _add(token: Tensor, buffer: str, names: str, values: Sequence[Tensor], priority: Tensor | None) -> Tensor:
-    keys: Tensor = _buffer_named(buffer).add(priority=priority, **_named(names, values))
+    fields, replay = _named(names, values), _buffer_named(buffer)
+    if any(name in fields and fields[name].dim() == len(field.shape) for name, field in replay.fields.items()):
+        raise ValueError("inside torch.compile every value of add has its leading axis: give value[None].")
+    keys: Tensor = replay.add(priority=priority, **fields)
     return keys
 
 

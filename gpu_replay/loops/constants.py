@@ -24,7 +24,8 @@ class Counter:
     HIGHEST = 12  # largest stored mass, as the last add that looked for it found it
     ELIGIBLE = 13  # starts of a trajectory buffer that can be drawn
     FINALS = 14  # final observations of a trajectory buffer ever kept
-    COUNT = 15
+    FLAWED = 15  # reset steps that look like none, or truncated endings whose final observation is not stored
+    COUNT = 16
 
 
 class Flag:

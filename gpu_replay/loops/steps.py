@@ -10,15 +10,29 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpu_replay.loops.compiling import loop
+from gpu_replay.loops.compiling import inner, loop
 from gpu_replay.loops.constants import DIRTY, SHIFT, Counter, Flag
 from gpu_replay.loops.ring import LARGEST_EVER, LARGEST_STORED
 from gpu_replay.loops.tree import highest_of, sum_above
 
 _ADDED, _FIRST, _FINALS, _ELIGIBLE = Counter.ADDED, Counter.FIRST, Counter.FINALS, Counter.ELIGIBLE
-_MAX_MASS, _SATURATED, _REJECTED = Counter.MAX_MASS, Counter.SATURATED, Counter.REJECTED
+_MAX_MASS, _SATURATED, _REJECTED, _FLAWED = Counter.MAX_MASS, Counter.SATURATED, Counter.REJECTED, Counter.FLAWED
 _TERMINATED, _TRUNCATED, _DEAD, _FINAL, _CUT = Flag.TERMINATED, Flag.TRUNCATED, Flag.DEAD, Flag.FINAL, Flag.CUT
 _ENDED = Flag.TERMINATED | Flag.TRUNCATED
+
+
+@inner
+def is_dead(next_step, before):
+    """Whether a step after one with these flags has the final observation alone; after a cut comes a first one."""
+    return next_step and before & _ENDED != 0 and before & _CUT == 0
+
+
+@inner
+def is_flawed(next_step, dead, terminated, truncated, reward, kept):
+    """Whether a reset step has a reward or an ending, or a truncated ending no final observation that is kept."""
+    if next_step:
+        return dead and (reward != 0 or terminated or truncated)
+    return truncated and not terminated and not kept
 
 
 @loop(
@@ -74,22 +88,37 @@ def add_steps(
     places:    (T * E,) as `plan_finals` gives them; or nothing where no final observations came.
     saturated: how many masses were cut.
     settings:  environments, frames of a stack, whether the step after an ending carries the final observation, where
-               the mass of starts without one is found, and the fixed one, or that before any other.
+               the mass of starts without one is found, the fixed one, or that before any other, and whether steps
+               with a flawed ending are refused, before anything changes.
     flags to parted: as in `ops.eligibility.Streams`, flat; spans and parted are empty without hindsight.
     rewards, times_sampled: (slots,) of the ring.
     flat, starts, low, high, changed_slots: a tree of masses, or of ones without masses.
     ones, one_starts: a second tree, of ones, or empty.
+    returns:   whether the steps were refused.
     """
     envs, stack, next_step, first_mass, source = settings[0], settings[1], settings[2] != 0, settings[4], settings[3]
     slots, lines = flags.size, pending.size // envs
     steps, count, n, hindsight = slots // envs, terminated.size // envs, lines - 1, spans.size > 0
     first, deepest = counters[_ADDED] // envs, 2**31 - 1 - n
+    # neither an early return nor a write: each would cost a count of references to all arrays
+    refused = False
+    if settings[5]:
+        for env in range(envs):
+            before = np.int64(flags[(first - 1) % steps * envs + env])
+            for at in range(count):
+                own = at * envs + env
+                dead, kept = is_dead(next_step, before), places.size > 0 and places[own] >= 0
+                if is_flawed(next_step, dead, terminated[own], truncated[own], own_rewards[own], kept):
+                    refused = True
+                before = np.int64(0 if dead else terminated[own] * _TERMINATED | truncated[own] * _TRUNCATED)
+    if refused:
+        count, saturated = 0, 0
     for at in range(count):
         step = first + at
         row, line = step % steps, step % lines
         base, last = row * envs, (row - 1 if row else steps - 1) * envs
         oldest = max(counters[_FIRST] // envs, step + 1 - steps)
-        initial, largest, more, rejected = first_mass, 0, 0, 0
+        initial, largest, more, rejected, flawed = first_mass, 0, 0, 0, 0
         if source == LARGEST_EVER:
             initial = counters[_MAX_MASS]
         elif source == LARGEST_STORED:
@@ -100,7 +129,8 @@ def add_steps(
             slot, previous, own = base + env, last + env, at * envs + env
             before, behind, gone = flags[previous], np.int64(depth[previous]) + 1, depth[slot] == 0
             # a step that was broken off from outside is followed by a first one, in every mode
-            dead = next_step and before & _ENDED != 0 and before & _CUT == 0
+            dead, kept = is_dead(next_step, before), places.size > 0 and places[own] >= 0
+            flawed += is_flawed(next_step, dead, terminated[own], truncated[own], own_rewards[own], kept)
             over = before & (_DEAD | _CUT) != 0 if next_step else before & (_ENDED | _CUT) != 0
             reach = 0 if over or step == 0 else min(behind, deepest)
             flag = _DEAD if dead else terminated[own] * _TERMINATED | truncated[own] * _TRUNCATED
@@ -118,7 +148,7 @@ def add_steps(
                     # the final observation of the step before has come
                     flags[previous] = before | _FINAL
                 spans[slot] = -1
-            if places.size and places[own] >= 0:
+            if kept:
                 flag |= _FINAL
                 final[slot] = places[own]
                 owner[places[own]] = step * envs + env
@@ -163,6 +193,7 @@ def add_steps(
         counters[_MAX_MASS] = max(counters[_MAX_MASS], largest)
         counters[_ELIGIBLE] += more
         counters[_REJECTED] += rejected
+        counters[_FLAWED] += flawed
         counters[_ADDED] += envs
     counters[_SATURATED] += saturated
     # from the oldest start that may have been completed to the newest that may have lost a frame
@@ -173,3 +204,4 @@ def add_steps(
         sum_above(ones, one_starts, row * envs, stop * envs)
         left -= stop - row
         row = 0
+    return refused

@@ -21,7 +21,10 @@ LASTING = {
     "REJECTED": Counter.REJECTED,
     "SATURATED": Counter.SATURATED,
     "FINALS": Counter.FINALS,
+    "FLAWED": Counter.FLAWED,
 }
+# those that checkpoints of earlier versions lack
+ADDED_LATER = ("FLAWED",)
 
 
 def counter_values(lasting: dict[str, int], seed: int) -> list[int]:

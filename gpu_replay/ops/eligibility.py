@@ -7,6 +7,8 @@ closes, and takes away those that were overwritten or lost a frame of their stac
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -51,6 +53,34 @@ class StreamShape:
     def slots(self) -> int:
         """Steps of all environments that fit."""
         return self.num_envs * self.steps
+
+
+def _warn_caller(message: str) -> None:
+    """Issue a UserWarning at the line outside of the package that led here."""
+    level, frame = 1, sys._getframe()
+    while (back := frame.f_back) is not None and frame.f_globals["__name__"].startswith("gpu_replay."):
+        level, frame = level + 1, back
+    warnings.warn(message, stacklevel=level)
+
+
+def warn_of_flaw(shape: StreamShape) -> None:
+    """Warn that an ending is not as the autoreset mode says, or loses a window."""
+    if shape.next_step:
+        _warn_caller(
+            "the step after an episode's end has a reward or a flag. With autoreset='next_step' it is Gymnasium's "
+            "reset step, which has neither: its action and reward are ignored. Does the loop call env.reset() itself, "
+            "or does the environment (SAME_STEP)? Then make the buffer with autoreset='disabled' or 'same_step', as "
+            "TrajectoryReplayBuffer.from_env does, and give final_obs= to add where an episode was truncated. If "
+            "rewards are changed after the environment, give 0 for this step. stats().unexpected_resets counts them; "
+            "this warning comes once."
+        )
+    else:
+        _warn_caller(
+            "an episode was truncated, and its final observation is not stored: windows that end there are never "
+            f"sampled. Give final_obs= to add; the buffer keeps {shape.finals:,} of them, and where all belong to "
+            "stored steps, needs a larger final_capacity. stats().lost_truncations counts them; this warning comes "
+            "once."
+        )
 
 
 class Streams:

@@ -13,12 +13,14 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from gpu_replay.loops import steps as loops
-from gpu_replay.ops.eligibility import GivenFinals, Streams
+from gpu_replay.ops.eligibility import GivenFinals, Streams, warn_of_flaw
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ring import commit, plain
 
 Result = TypeVar("Result")
 _NOTHING = np.zeros(0, dtype=np.int64)
+# raises KeyError for steps that were refused
+_TAKEN = {False: None}
 _NOWHERE = np.zeros(0, dtype=np.int32)
 
 
@@ -60,10 +62,11 @@ class HostSteps:
         tree, ones = trees if trees[0] is not None else trees[::-1]
         if tree is None:
             raise RuntimeError("a trajectory buffer keeps masses, an eligible tree or both; found neither.")
-        settings = np.array([shape.num_envs, shape.stack, shape.next_step, *initial], dtype=np.int64)
+        # the last one: nobody has been warned of a flawed ending
+        self._settings = np.array([shape.num_envs, shape.stack, shape.next_step, *initial, 1], dtype=np.int64)
         metadata = [each.numpy().reshape(-1) for each in streams.tensors]
         eligible = (_NOTHING, _NOTHING) if ones is None else ones.host[:2]
-        self._arguments = settings, *metadata, rewards, times_sampled, counters, *tree.host, *eligible
+        self._arguments = self._settings, *metadata, rewards, times_sampled, counters, *tree.host, *eligible
 
     def keep(self, terminated: np.ndarray, truncated: np.ndarray, finals: GivenFinals) -> KeptFinals:
         """Choose rows of the pool for the final observations that came with these (T, E) or (E,) flags."""
@@ -91,7 +94,15 @@ class HostSteps:
 
         steps:  terminated, truncated and rewards, (T, E) or (E,). masses: of all of them, or None. saturated: how many
                 of these were cut.
+
+        Warns of the first flawed ending, before anything changes.
         """
         flat_masses = _NOTHING if masses is None else plain(masses)
         call = *map(plain, steps), flat_masses, kept.places, saturated, *self._arguments
-        return commit(result, *changes, starmap(self._add, (call,)))
+        try:
+            # the loop comes first: where it refuses, nothing is written
+            return commit(result, map(_TAKEN.__getitem__, starmap(self._add, (call,))), *changes)
+        except KeyError:
+            warn_of_flaw(self._shape)
+            self._settings[-1] = 0
+        return commit(result, starmap(self._add, (call,)), *changes)

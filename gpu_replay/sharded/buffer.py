@@ -194,7 +194,7 @@ class ShardedReplayBuffer:
 
     # calls
 
-    def add(self, *, priority: Any = None, **fields: Any) -> Tensor:
+    def add(self, *unnamed: NoReturn, priority: Any = None, **fields: Any) -> Tensor:
         """Store `m` transitions in this rank's shard and return their keys, (m,) int64; not collective.
 
         fields, priority: as in `ReplayBuffer.add`; `m` may differ between ranks.
@@ -202,7 +202,7 @@ class ShardedReplayBuffer:
         Raises as `ReplayBuffer.add`; nothing is stored by a call that raises.
         """
         self._apply_max_priority()
-        return self._global_keys(self._shard.add(priority=priority, **fields))
+        return self._global_keys(self._shard.add(*unnamed, priority=priority, **fields))
 
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
         """Sample `B` transitions on each rank, as a Batch on its device; collective.

@@ -12,7 +12,8 @@ from torch import Tensor
 from gpu_replay.stats import Stats
 
 _NAMES = [field.name for field in fields(Stats)]
-_COUNTS = ("size", "added", "eligible", "stale_updates", "rejected_priorities", "saturated_priorities")
+# all that are no floats but the ages and times
+_COUNTS = tuple(field.name for field in fields(Stats) if field.type == "int" and not field.name.startswith("max_"))
 
 
 def numbers_of(stats: Stats, total: int) -> Tensor:
@@ -22,7 +23,7 @@ def numbers_of(stats: Stats, total: int) -> Tensor:
 
 
 def combined(table: Tensor) -> Stats:
-    """The statistics of all shards; table: (R, 16) int64, a row of `numbers_of` for each.
+    """The statistics of all shards; table: (R, 18) int64, a row of `numbers_of` for each.
 
     The distribution over all transitions is a mixture of the shards' distributions, each with its share s of all masses
     (without masses, of all transitions): its entropy is sum s (entropy - log s), and its effective sample size

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -344,7 +345,10 @@ def refill(buffer: TrajectoryReplayBuffer, parts: Sequence[Path], rank: int) -> 
                 columns[name].unflatten(0, (-1, each.num_envs)) for each, columns in zip(saved, found, strict=True)
             ]
             moved[name] = torch.cat(grids, 1)[:, first:end]
-        buffer.extend(**moved)
+        with warnings.catch_warnings():
+            # of the final observations
+            warnings.simplefilter("ignore", UserWarning)
+            buffer.extend(**moved)
 
 
 def make_buffer(

@@ -111,6 +111,25 @@ def check_alike(
     check_left(buffer, eager)
 
 
+def test_rows_come_with_their_axis_and_numbers_in_tensors() -> None:
+    def add(replay: ReplayBuffer, rows: dict[str, Any]) -> Tensor:
+        return replay.add(**rows)
+
+    one: dict[str, Any] = {**transitions([7], NUMBERED)}
+    for rows, error in (
+        ({name: value[0] for name, value in one.items()}, "leading axis"),
+        (one | {"action": 7}, "a tensor or an array inside torch.compile, with its leading axis; found int"),
+    ):
+        buffer = ReplayBuffer(5, NUMBERED)
+        with pytest.raises(Exception, match=error):
+            compiled(add)(buffer, rows)
+        assert buffer.added == 0
+    for forms in ({}, {"terminated": one["terminated"] * 1.0}, {"reward": one["reward"][:, None]}):
+        check_alike(lambda: ReplayBuffer(5, NUMBERED), add, [(one | forms,)])
+    none = {name: value[:0] for name, value in one.items()}
+    check_alike(lambda: ReplayBuffer(5, NUMBERED), add, [(none,), (one,)])
+
+
 def test_steps_of_streams_are_added_sampled_and_updated_in_one_graph() -> None:
     def learn(replay: TrajectoryReplayBuffer, step: dict[str, Tensor]) -> tuple[Tensor, Batch, Batch]:
         keys, batch = replay.add(**step, priority=step["reward"].abs()), replay.sample(6)

@@ -128,14 +128,41 @@ def test_stacked_frames_are_warned_of_and_other_pictures_are_not() -> None:
         TrajectoryReplayBuffer.from_env(Stacks(*other), 10, device="cpu")
 
 
+def test_a_single_environment_is_one_that_its_loop_resets(device: str) -> None:
+    env = gymnasium.make("CartPole-v1")
+    buffer = TrajectoryReplayBuffer.from_env(env, 9, device=device)
+    assert (buffer.num_envs, buffer.autoreset, buffer.fields["obs"].shape) == (1, "disabled", (4,))
+    resetting = gymnasium.wrappers.FlattenObservation(gymnasium.wrappers.Autoreset(env))
+    assert TrajectoryReplayBuffer.from_env(resetting, 9, device=device).autoreset == "next_step"
+    assert TrajectoryReplayBuffer.from_env(env, 9, autoreset="same_step", device=device).autoreset == "same_step"
+
+
+def test_wrappers_are_looked_through_for_what_they_hide_but_not_for_spaces() -> None:
+    class Wrapper:
+        """As those of simulators, which hand on only what they know."""
+
+        unwrapped = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 3)
+        single_observation_space = spaces.Box(0, 1, (7,))
+        single_action_space = spaces.Discrete(2)
+
+    buffer = TrajectoryReplayBuffer.from_env(Wrapper(), 9, device="cpu")
+    assert (buffer.num_envs, buffer.autoreset, buffer.fields["obs"].shape) == (3, "next_step", (7,))
+    # one whose observations are those of all environments together
+    del Wrapper.single_observation_space
+    with pytest.raises(TypeError, match="without num_envs or the spaces of one environment.*from_spaces"):
+        TrajectoryReplayBuffer.from_env(Wrapper(), 9, device="cpu")
+
+
 def test_settings_that_the_environment_does_not_say_are_asked_for() -> None:
     one = gymnasium.make("CartPole-v1")
     env = gymnasium.vector.SyncVectorEnv([lambda: one] * 2)
     wrapped = gymnasium.wrappers.vector.RecordEpisodeStatistics(env)
     buffer = TrajectoryReplayBuffer.from_env(wrapped, 9, dtypes={"obs": torch.float64}, stack=2, device="cpu")
     assert (buffer.capacity, buffer.stack, buffer.fields["obs"].dtype) == (8, 2, torch.float64)
-    with pytest.raises(TypeError, match="vector environment"):
-        TrajectoryReplayBuffer.from_env(one, 8)
+    with pytest.raises(TypeError, match="vector environment.*found dict.*single_observation_space"):
+        TrajectoryReplayBuffer.from_env({}, 8)
+    with pytest.raises(TypeError, match=r"from_env takes \(env, capacity\).*exchanged: found \(8, SyncV"):
+        TrajectoryReplayBuffer.from_env(8, env)
     env.metadata = {}
     with pytest.raises(ValueError, match="autoreset='next_step'"):
         TrajectoryReplayBuffer.from_env(env, 8)

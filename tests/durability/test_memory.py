@@ -139,7 +139,9 @@ def test_an_atari_transition_takes_a_frame_and_72_bytes(
         buffer = TrajectoryReplayBuffer(capacity, num_envs, ATARI, **settings)
     except MemoryError:
         pytest.skip("needs 7.1 GB of memory to be free, though it uses none of it")
-    assert FRAME <= buffer.nbytes / buffer.capacity <= FRAME + 72
+    # of every 32 steps one final observation is kept, where none is a step of its own
+    finals = 0 if autoreset == "next_step" else FRAME / 32
+    assert FRAME <= buffer.nbytes / buffer.capacity <= FRAME + finals + 72
 
 
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])

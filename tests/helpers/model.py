@@ -341,6 +341,8 @@ class Model:
             "stale_updates": self.stale,
             "rejected_priorities": 0,
             "saturated_priorities": 0,
+            "lost_truncations": 0,
+            "unexpected_resets": 0,
         }
 
 
@@ -475,6 +477,20 @@ class StepModel(Model):
             self.words(64)
             self.words(0 if self.relabel.strategy == "final" else chosen)
         return drawn
+
+    def flaws(self) -> tuple[str, int]:
+        """The statistic that counts endings which are not as the autoreset mode says, and how many there are."""
+        view, next_step = self.view(), self.autoreset == "next_step"
+        found = 0
+        for env, steps in enumerate(self.steps):
+            for number, step in enumerate(steps):
+                cut = step["truncated"] and not step["terminated"]
+                acted = step["reward"] != 0 or step["terminated"] or step["truncated"]
+                found += view.marks[env][number][1] and acted if next_step else cut and (env, number) not in view.kept
+        return "unexpected_resets" if next_step else "lost_truncations", found
+
+    def stats(self) -> dict[str, float]:
+        return super().stats() | dict([self.flaws()])
 
     def windows(self, length: int, strict: bool = False, stride: int = 1) -> list[int]:
         """Keys of the starts of which a sequence may be drawn."""

@@ -13,6 +13,7 @@ import math
 import random
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -23,9 +24,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import on_device
 from model import Drawn, Model, RowModel, Step, StepModel, TooFew, View, is_observation
 from tolerances import close
-from transitions import EXACT, STORED, check_rows, fill, transitions
+from transitions import EXACT, STORED, check_rows, fill, handed_in, transitions
 
 from gpu_replay import Batch, Field, ReplayBuffer, TrajectoryReplayBuffer
 
@@ -330,16 +332,33 @@ class StepPair(Both):
         super().__init__(TrajectoryReplayBuffer, seed, folder, **given, **settings)
         self.fields, self.model = fields, StepModel(capacity, num_envs, sampler, seed, **settings)
         self.model.on_device |= device != "cpu"
+        # the buffer that has warned of a flawed ending
+        self.warned: Any = None
         assert self.buffer.capacity == self.model.capacity
         assert f"num_envs={num_envs}" in repr(self.buffer)
 
+    def told(self, add: Callable[[], Any], steps: Iterable[Sequence[Step]]) -> tuple[Any, list[list[int]]]:
+        """Add steps to buffer and model, and fail unless the first flawed ending is warned of, and no later one."""
+        (name, before), expected = self.model.flaws(), [self.model.add(each) for each in steps]
+        if self.model.flaws()[1] == before or self.warned is self.buffer:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                return add(), expected
+        self.warned = self.buffer
+        # a device tells when it is asked
+        early = add() if on_device(self.buffer) else None
+        with pytest.warns(UserWarning, match=rf"stats\(\)\.{name} counts them") as seen:
+            keys = self.buffer.stats() and early if on_device(self.buffer) else add()
+        assert len(seen) == 1
+        return keys, expected
+
     def add(self, steps: Sequence[Step]) -> list[int]:
         given = taken_by(self.buffer, steps, self.fields)
-        keys = self.buffer.add(**given)
+        handed = handed_in(given, self.model.count)
+        keys, (expected,) = self.told(lambda: self.buffer.add(**handed), [steps])
         for value in given.values():
             # vector environments hand out the same arrays at every step
             value[...] = 0
-        expected = self.model.add(steps)
         assert keys.dtype == torch.int64
         assert keys.tolist() == expected
         return expected
@@ -347,8 +366,9 @@ class StepPair(Both):
     def extend(self, many: Sequence[Sequence[Step]]) -> None:
         """Many steps in one call, all with priorities or final observations or none."""
         given = [taken_by(self.buffer, steps, self.fields) for steps in many]
-        keys = self.buffer.extend(**{name: np.stack([each[name] for each in given]) for name in given[0]})
-        assert keys.tolist() == [self.model.add(steps) for steps in many]
+        stacked = {name: np.stack([each[name] for each in given]) for name in given[0]}
+        keys, expected = self.told(lambda: self.buffer.extend(**stacked), many)
+        assert keys.tolist() == expected
 
     def write_numbers(self, keys: Sequence[int], names: Sequence[str], first: int) -> None:
         """Write the values that steps of a tenth environment would have, from number `first` on."""

@@ -94,7 +94,7 @@ def any_call(draw: random.Random, kind: str, capacity: int, envs: int, end: floa
     if chance < 0.45:
         own = draw.random() < 0.3
         if kind == "rows":
-            count = draw.randint(1, draw.choice((1, 3, capacity // 2 + 1, capacity, 2 * capacity + 3)))
+            count = draw.randint(0, draw.choice((1, 3, capacity // 2 + 1, capacity, 2 * capacity + 3)))
             return "add", count, numbers(draw, count, style) if own else None
         many = draw.choice((1, 1, 1, 1, 2, 2 * capacity // envs + 1))
         steps = [letters(draw, envs, end) for _ in range(draw.randint(1, many))]
@@ -211,8 +211,10 @@ class Player:
         else:
             made = lettered(number, step, self.pair.fields, final=final)
         for env, each in enumerate(made):
-            dead = number == model.count and model.view().next_is_dead(env) and (number + env) % 2
-            each |= {"reward": float("nan") if dead else reward(number, env)} | ({"priority": own[env]} if own else {})
+            # of a reset step the reward may be anything, but should be 0
+            dead = number == model.count and model.view().next_is_dead(env)
+            value = (0.0, float("nan"), reward(number, env))[(number + env) % 3] if dead else reward(number, env)
+            each |= {"reward": value} | ({"priority": own[env]} if own else {})
         return made
 
     def steps(self, steps: list[str], final: bool, own: list[list[float]] | None) -> None:

@@ -99,9 +99,9 @@ NO_FINALS = r'"next_step" takes no final_obs.*"same_step"'
 GIVEN: list[tuple[Any, ...]] = [
     ("rewards", torch.zeros(3), KeyError, "rewards"),
     ("next_obs", torch.zeros(3), KeyError, "next_obs"),
-    ("obs", lambda v: v[..., None], ValueError, r"obs.*\d, 1\]"),
+    ("obs", lambda v: v[..., None, None], ValueError, r"obs.*\d, 1\]"),
     ("action", lambda v: v[[0, *range(len(v))]], ValueError, "action"),
-    ("reward", lambda v: v[:, None], ValueError, r"reward.*, 1\]"),
+    ("reward", lambda v: v[:, None, None], ValueError, r"reward.*, 1\]"),
     ("terminated", torch.zeros(7, dtype=torch.bool), ValueError, "terminated.*7"),
     ("action", Tensor.cfloat, LOSSY, "action.*complex"),
     ("action", "abc", LOSSY, "action"),
@@ -109,7 +109,17 @@ GIVEN: list[tuple[Any, ...]] = [
     ("action", lambda v: [torch.ones(each.shape, requires_grad=True) for each in v], LOSSY, "action.*found list"),
     ("action", Tensor.float, LOSSY, r"action.*float32", whole_action),
     ("action", lambda v: v.float().numpy(), LOSSY, "action", whole_action),
-    ("terminated", Tensor.long, LOSSY, "terminated.*int64"),
+    ("terminated", lambda v: v.long() + 2, ValueError, "terminated.*int64.*0 and 1", on_the_host),
+    ("terminated", lambda v: v * math.nan, ValueError, "terminated.*float32.*0 and 1", on_the_host),
+    ("terminated", Tensor.cfloat, LOSSY, "terminated.*complex"),
+    ("terminated", lambda v: v[0], ValueError, "terminated"),
+    (
+        "next_obs",
+        lambda v: v,
+        KeyError,
+        "takes no next_obs.*final_obs=",
+        lambda b: isinstance(b, TrajectoryReplayBuffer),
+    ),
     ("priority", lambda p: torch.ones(len(p) + 1), ValueError, "priorit"),
     ("priority", 1.0, ValueError, "priorit"),
     ("priority", Tensor.cfloat, LOSSY, "priorit"),
@@ -122,7 +132,8 @@ GIVEN: list[tuple[Any, ...]] = [
 EXTENDED: list[tuple[Any, ...]] = [
     ("obs", lambda v: v[0], ValueError, r"needs shape \[T, \d.*found \["),
     ("action", lambda v: v[[0, 0, 0]], ValueError, "'action' has 3 steps where the others of this extend have 2"),
-    ("terminated", Tensor.float, TypeError, "'terminated' is stored as torch.bool"),
+    ("terminated", lambda v: v + 0.5, ValueError, "'terminated' is stored as torch.bool.*0 and 1", on_the_host),
+    ("reward", lambda v: v[..., None, None], ValueError, r"needs shape \[T, \d.*found \["),
     ("priority", torch.ones(2), ValueError, r"priority needs shape \[2, \d"),
     ("note2", torch.zeros(2, 2), KeyError, "unknown 'note2'"),
     ("final_obs", [None] * 3, ValueError, "'final_obs' needs 2 steps; found 3", lambda buffer: "obs" in buffer.fields),
@@ -165,7 +176,8 @@ KEYS: list[tuple[Any, Any, str]] = [
 PRIORITIES_OF = [(keys, (error, RuntimeError), f"{words}|no priorities") for keys, error, words in KEYS]
 PRIORITIES_OF += [(-1, (KeyError, RuntimeError), "key -1 is not live|no priorities")]
 PRIORITIES: list[tuple[Any, Any, str]] = [
-    *alike(ValueError, "(?i:priorit)", ONES[:1], torch.ones(3), ONES[:, None]),
+    *alike(ValueError, "(?i:priorit)", ONES[:1], torch.ones(3), ONES[None], torch.ones(())),
+    (torch.ones(2, 5), ValueError, "(?i:priorit).*reduce over time"),
     *alike(LOSSY, "(?i:priorit)", ONES.cfloat(), [np.ma.masked, 1.0]),
 ]
 PATHS = [*alike(TypeError, "must be the path of a folder or file; found", None, 3, b"c"), ("", ValueError, "is empty")]
@@ -207,7 +219,8 @@ CALLS: list[tuple[tuple[str, ...], Call, Any, str]] = [
     *((kinds_of(name), without(name), KeyError, name) for name in ("action", "reward", "terminated", "truncated")),
     (ANY, lambda b, given: b.add(), KeyError, "missing.*action"),
     (ANY, lambda b, given: b.add(*given.values()), TypeError, "positional"),
-    (ANY, lambda b, given: b.add(**each_of(given, lambda v: v[:0])), ValueError, "0"),
+    (STEPS, lambda b, given: b.add(**each_of(given, lambda v: v[:0])), ValueError, "0"),
+    (STEPS, lambda b, given: b.extend(*given.values()), TypeError, r"extend\(obs.*positional"),
     (STEPS, lambda b, given: b.add(**each_of(given, lambda v: v.repeat_interleave(2, 0))), ValueError, "needs"),
     (STEPS, lambda b, given: b.extend(**each_of(given, lambda v: v[None][:0])), ValueError, "at least one step"),
     *calls(ANY, lambda b, size: b.sample(size), SIZES),

@@ -61,6 +61,22 @@ def make(capacity: int, sampler: Any = None, *, device: str = "cpu", seed: int =
     return ReplayBuffer(capacity, fields or STORED, sampler=settings, device=device, seed=seed)
 
 
+def handed_in(given: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The same rows in a form that people have them in: flags of other types, scalars as columns, one without an axis.
+
+    number: of the first row.
+    """
+    form, single = number % 5, {len(value) for value in given.values()} == {1}
+    if form < 2:
+        # 0 or 1, as whole and as floating numbers
+        flags = {name: value * (1, 1.0)[form] for name, value in given.items() if str(value.dtype)[-4:] == "bool"}
+        return {**given, **flags}
+    if form == 2:
+        columns = {name: value[:, None] for name, value in given.items() if value.ndim == 1 and name[:5] != "final"}
+        return {**given, **columns}
+    return {name: value[0] for name, value in given.items()} if single and form == 3 else dict(given)
+
+
 def fill(buffer: ReplayBuffer, count: int, priority: Sequence[float] | None = None) -> Tensor:
     """Add the next `count` numbered transitions; the number of each is its key."""
     first = buffer.added
@@ -68,7 +84,7 @@ def fill(buffer: ReplayBuffer, count: int, priority: Sequence[float] | None = No
     fields = {
         name: value.to(buffer.device) for name, value in transitions(range(first, first + count), buffer.fields).items()
     }
-    return buffer.add(**fields, priority=given)
+    return buffer.add(**handed_in(fields | ({} if given is None else {"priority": given}), first))
 
 
 def with_masses(masses: Sequence[int], settings: Proportional = EXACT, *, device: str, seed: int = 0) -> ReplayBuffer:

@@ -26,6 +26,7 @@ SAVED = {
     "REJECTED": 7,
     "SATURATED": 8,
     "FINALS": 14,
+    "FLAWED": 15,
 }
 
 

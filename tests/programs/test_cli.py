@@ -283,12 +283,11 @@ def test_estimate_agrees_with_the_buffer_it_describes(capsys: Capture) -> None:
     fields = {"obs": Field((4, 3), torch.uint8), "action": Field((), torch.int64), "reward": Field((), torch.float32)}
     given = "--field obs=4x3:uint8 --field action=int64 --field reward=:float32 --sampler"
     spaces = [gymnasium.spaces.Box(-1, 1, shape, np.float64) for shape in ((3,), (1,))]
-    cpu: dict[str, Any] = {"sampler": Proportional(), "device": "cpu"}
     for arguments, buffer in (
-        *((f"{given} {name}", ReplayBuffer(1_000, fields, **cpu | {"sampler": SAMPLERS[name]})) for name in SAMPLERS),
+        *((f"{given} {name}", ReplayBuffer(1_000, fields, **CPU | {"sampler": SAMPLERS[name]})) for name in SAMPLERS),
         # nothing is asked of an agent
-        ("--env Pendulum-v1", ReplayBuffer.from_spaces(1_000, *spaces, **cpu)),
-        ("--env Pendulum-v1 --num-envs 8", TrajectoryReplayBuffer.from_spaces(1_000, 8, *spaces, **cpu)),
+        ("--env Pendulum-v1", ReplayBuffer.from_spaces(1_000, *spaces, **CPU)),
+        ("--env Pendulum-v1 --num-envs 8", TrajectoryReplayBuffer.from_spaces(1_000, 8, *spaces, **CPU)),
     ):
         found, out = sizes(capsys, f"1000 {arguments}")
         assert found["obs"] == 12_000
@@ -297,6 +296,8 @@ def test_estimate_agrees_with_the_buffer_it_describes(capsys: Capture) -> None:
     assert "`gpu-replay train` cannot learn here: Pendulum-v1 has actions Box" in out
 
 
+FRAMES = {"obs": Field((84, 84), torch.uint8)}
+CPU: dict[str, Any] = {"sampler": Proportional(), "device": "cpu"}
 # each frame once, whatever the stack, in several environments
 ESTIMATES = {
     "1_000 --env CartPole-v1": {"obs": 16_000, "action": 8_000, "next_obs": 16_000, "terminated": 1_000},
@@ -314,12 +315,25 @@ def test_estimate_counts_frames_stacks_and_what_the_trainer_takes(arguments: str
     assert {name: found[name] for name in ESTIMATES[arguments]} == ESTIMATES[arguments]
     assert ("next_obs" in found) == ("next_obs" in ESTIMATES[arguments])
     if "--stack 4 --frame-size" in arguments:
+        frames = TrajectoryReplayBuffer(20_000, 1, {**FRAMES, "action": Field((), torch.int64)}, **CPU)
+        # the smaller form comes first; counters do not grow with the capacity
+        first = re.search(r"^each frame stored once, TrajectoryReplayBuffer: ([\d,]+) bytes", out, re.MULTILINE)
+        assert int(first[1].replace(",", "")) == pytest.approx(frames.nbytes, rel=1e-3)  # type: ignore[index]
+        assert out.index("stored once") < out.index("stacks stored in obs and next_obs") < out.index("  obs ")
         assert f"the buffer alone takes {found['total']:,} bytes" in out
         text = r"`gpu-replay train pong --capacity 20000` would take ([\d,]+) bytes: ([\d,]+) for its buffer"
         whole, buffer = (int(text.replace(",", "")) for text in re.search(text, out).groups())  # type: ignore[union-attr]
         # and networks
         assert 141_120_000 < buffer < 150_000_000
         assert 1_000_000 < whole - buffer < 100_000_000
+
+
+def test_estimate_says_how_many_final_observations_are_kept(capsys: Capture) -> None:
+    given = "--field obs=84x84:uint8 --field action=int64 --num-envs 8 --autoreset"
+    assert "final observations" not in sizes(capsys, f"64_000 {given} next_step")[1]
+    found, out = sizes(capsys, f"64_000 {given} same_step")
+    assert "final observations of 2,000 truncated episodes are kept (3.1% of the steps)" in out
+    assert found["final_obs"] == 2_000 * 84 * 84
 
 
 # the rest

@@ -1,0 +1,215 @@
+"""Endings that a loop hands in another way than the buffer expects: counted, warned of once, and never half stored."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import device_fixture as device_fixture
+from devices import on_device
+
+from gpu_replay import Field, TrajectoryReplayBuffer
+
+gymnasium = pytest.importorskip("gymnasium")
+
+pytestmark = pytest.mark.contract
+
+FRAMES = {"obs": Field((84, 84), torch.uint8), "action": Field((), torch.int64)}
+RESETS = r"(?s)the step after an episode's end has a reward or a flag.*'disabled' or 'same_step'.*from_env.*final_obs="
+LOST = r"(?s)an episode was truncated, and its final observation is not stored.*Give final_obs="
+
+
+def told(buffer: TrajectoryReplayBuffer, words: str, add: Callable[[], Any]) -> None:
+    """Fail unless this `add` warns at its own line, or on a device the next `stats`."""
+
+    def both() -> None:
+        add()
+        assert len(seen) == (not on_device(buffer))
+        buffer.stats()
+
+    with pytest.warns(UserWarning, match=words) as seen:
+        both()
+    assert [warning.filename for warning in seen] == [__file__]
+
+
+def pendulum(steps: int) -> Any:
+    return gymnasium.make("Pendulum-v1", max_episode_steps=steps)
+
+
+def classic_loop(
+    env: Any, buffer: TrajectoryReplayBuffer, steps: int, final: bool = True
+) -> dict[int, tuple[Any, bool]]:
+    """The loop of every tutorial, over one environment; returns what came after each step, and whether it ended it."""
+    after: dict[int, tuple[Any, bool]] = {}
+    obs, _ = env.reset(seed=0)
+    env.action_space.seed(0)
+    for step in range(steps):
+        action = env.action_space.sample()
+        following, reward, terminated, truncated, _ = env.step(action)
+        given = {"obs": obs[None], "action": action[None], "reward": np.array([reward], np.float32)}
+        given |= {"terminated": np.array([terminated]), "truncated": np.array([truncated])}
+        buffer.add(**given, final_obs=following[None] if final and truncated else None)
+        after[step] = following, truncated
+        obs = env.reset()[0] if terminated or truncated else following
+    return after
+
+
+def test_the_classic_loop_into_a_buffer_that_expects_reset_steps_is_told(device: str) -> None:
+    env = pendulum(5)
+    buffer = TrajectoryReplayBuffer.from_spaces(100, 1, env.observation_space, env.action_space, device=device)
+    told(buffer, RESETS, lambda: classic_loop(env, buffer, 6, final=False))
+    classic_loop(env, buffer, 30, final=False)
+    # five endings of the second loop, after whose last one nothing came, and that of the first
+    assert (buffer.stats().unexpected_resets, buffer.stats().lost_truncations) == (6, 0)
+
+
+def test_from_env_makes_the_buffer_for_the_classic_loop(device: str) -> None:
+    env = pendulum(5)
+    buffer = TrajectoryReplayBuffer.from_env(env, 100, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        after = classic_loop(env, buffer, 30)
+        stats = buffer.stats()
+    assert (stats.unexpected_resets, stats.lost_truncations, stats.eligible) == (0, 0, 30)
+    batch = buffer[list(after)]
+    assert batch.truncated.tolist() == [ended for _, ended in after.values()]
+    assert batch.next_obs.cpu().tolist() == [following.tolist() for following, _ in after.values()]
+
+
+@pytest.mark.parametrize("mode", list(gymnasium.vector.AutoresetMode), ids=lambda mode: mode.value)
+def test_each_autoreset_mode_of_gymnasium_into_a_buffer_made_by_hand(mode: Any, device: str) -> None:
+    envs = gymnasium.vector.SyncVectorEnv([lambda: pendulum(5)] * 2, autoreset_mode=mode)
+    spaces = envs.single_observation_space, envs.single_action_space
+    buffer = TrajectoryReplayBuffer.from_spaces(100, 2, *spaces, device=device)
+
+    def loop() -> None:
+        obs, _ = envs.reset(seed=0)
+        for _ in range(18):
+            action = envs.action_space.sample()
+            after, reward, terminated, truncated, _ = envs.step(action)
+            buffer.add(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
+            if truncated.any() and mode == gymnasium.vector.AutoresetMode.DISABLED:
+                after, _ = envs.reset(options={"reset_mask": truncated})
+            obs = after
+
+    if mode == gymnasium.vector.AutoresetMode.NEXT_STEP:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loop()
+            assert buffer.stats().unexpected_resets == 0
+    else:
+        told(buffer, RESETS, loop)
+        assert buffer.stats().unexpected_resets == 2 * 3
+
+
+def step(reward: float = 0.0, *, terminated: bool = False, truncated: bool = False, **more: Any) -> dict[str, Any]:
+    """One step of one environment with 84x84 frames."""
+    flags = {"terminated": torch.tensor([terminated]), "truncated": torch.tensor([truncated])}
+    frame = torch.zeros(1, 84, 84, dtype=torch.uint8)
+    return {
+        "obs": frame,
+        "action": torch.zeros(1, dtype=torch.int64),
+        "reward": torch.tensor([reward]),
+        **flags,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    "odd", [step(1.0), step(float("nan")), step(terminated=True), step(truncated=True)], ids=["1", "nan", "T", "U"]
+)
+def test_a_reset_step_has_neither_reward_nor_flag(odd: dict[str, Any], device: str) -> None:
+    buffer = TrajectoryReplayBuffer(50, 1, FRAMES, device=device)
+    for given in (step(1.0), step(3.0, truncated=True), step(), step(2.0), step(terminated=True)):
+        buffer.add(**given)
+    buffer.begin_episodes()
+    # after a break comes a first step, whatever it brings
+    buffer.add(**odd)
+    if odd["terminated"] or odd["truncated"]:
+        buffer.add(**step())
+    buffer.add(**step(terminated=True))
+    assert buffer.stats().unexpected_resets == 0
+    told(buffer, RESETS, lambda: buffer.add(**odd))
+    assert buffer.stats().unexpected_resets == 1
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+def test_a_warning_that_is_an_error_stores_nothing(autoreset: Any, device: str) -> None:
+    buffer = TrajectoryReplayBuffer(50, 1, FRAMES, autoreset=autoreset, device=device)
+    buffer.add(**step(1.0, terminated=True))
+    before, odd = buffer.state_dict(), step(1.0, truncated=True)
+    many = {name: torch.stack([value, value]) for name, value in odd.items()}
+    if on_device(buffer):
+        buffer.extend(**many)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # until somebody has been told
+        for call in 2 * [lambda: buffer.add(**odd), lambda: buffer.extend(**many)]:
+            with pytest.raises(UserWarning, match=RESETS if autoreset == "next_step" else LOST):
+                buffer.stats() if on_device(buffer) else call()
+    if not on_device(buffer):
+        after = buffer.state_dict()
+        assert after["counters"] == before["counters"]
+        assert all(torch.equal(after["tensors"][name], each) for name, each in before["tensors"].items())
+        told(buffer, RESETS if autoreset == "next_step" else LOST, lambda: buffer.extend(**many))
+    # the first of the two is a reset step, after which an episode begins
+    name, count = ("unexpected_resets", 1) if autoreset == "next_step" else ("lost_truncations", 2)
+    assert getattr(buffer.stats(), name) == count
+
+
+@pytest.mark.parametrize(
+    "slots, shape, places",
+    [
+        (1_000, (84, 84), 445),
+        (64_000, (84, 84), 2_000),
+        (320, (128, 128, 3), 64),
+        (3_200, (128, 128, 3), 100),
+        (100, (4,), 100),
+        (98_304, (8,), 98_304),
+        (262_144, (16,), 262_144),
+        (262_144, (64,), 131_072),
+    ],
+    ids=str,
+)
+def test_final_observations_have_places_for_one_step_in_32_at_least(
+    slots: int, shape: tuple[int, ...], places: int
+) -> None:
+    fields = {**FRAMES, "obs": Field(shape, torch.uint8)}
+    buffer = TrajectoryReplayBuffer(slots, 4, fields, autoreset="same_step", device="cpu")
+    assert buffer.state_dict()["settings"]["final_capacity"] == places
+
+
+def test_truncated_episodes_without_a_final_observation_are_counted_and_told_once(device: str) -> None:
+    buffer = TrajectoryReplayBuffer(50, 1, FRAMES, autoreset="disabled", final_capacity=2, device=device)
+    given = step(truncated=True, final_obs=torch.ones(1, 84, 84, dtype=torch.uint8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in (given, step(terminated=True), step(terminated=True, truncated=True), given):
+            buffer.add(**each)
+        assert buffer.stats().lost_truncations == 0
+    # both places are taken
+    told(buffer, LOST, lambda: buffer.add(**given))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        buffer.add(**step(truncated=True))
+        stats = buffer.stats()
+    assert (stats.lost_truncations, stats.eligible, stats.unexpected_resets) == (2, 4, 0)
+
+
+def test_counts_and_places_are_those_of_the_checkpoint(tmp_path: Path, device: str) -> None:
+    buffer = TrajectoryReplayBuffer(50, 1, FRAMES, autoreset="same_step", final_capacity=3, device=device)
+    told(buffer, LOST, lambda: buffer.add(**step(truncated=True)))
+    buffer.save(tmp_path / "c")
+    with warnings.catch_warnings():
+        # it is not this buffer that lost it
+        warnings.simplefilter("error")
+        loaded = TrajectoryReplayBuffer.load(tmp_path / "c", device)
+        assert loaded.stats().lost_truncations == 1
+        assert loaded.state_dict()["settings"]["final_capacity"] == 3
+    told(loaded, LOST, lambda: loaded.add(**step(truncated=True)))
+    assert loaded.stats().lost_truncations == 2

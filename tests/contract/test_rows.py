@@ -1,0 +1,212 @@
+"""Rows as people have them: none, one without its axis, columns, flags that are numbers; and guesses, with answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import INTERPRETED
+from devices import device_fixture as device_fixture
+from refusals import whole_state
+
+from gpu_replay import Field, Hindsight, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
+
+gymnasium = pytest.importorskip("gymnasium")
+
+pytestmark = pytest.mark.contract
+
+ROW = {
+    "obs": Field((2,), torch.float32),
+    "action": Field((), torch.int64),
+    "reward": Field((), torch.float32),
+    "terminated": Field((), torch.bool),
+}
+OBS = np.array([0.5, -2.0], np.float32)
+# one transition, as Python, NumPy and torch have it, and lists
+SINGLE: dict[str, dict[str, Any]] = {
+    "python": {"obs": OBS, "action": 3, "reward": 0.25, "terminated": True},
+    "numpy": {"obs": OBS, "action": np.int64(3), "reward": np.float64(0.25), "terminated": np.bool_(True)},
+    "small": {"obs": OBS.astype(np.float16), "action": np.uint8(3), "reward": np.float32(0.25), "terminated": 1},
+    "torch": {
+        "obs": torch.from_numpy(OBS),
+        "action": torch.tensor(3),
+        "reward": torch.tensor(0.25, dtype=torch.float64),
+        "terminated": torch.tensor(1.0),
+    },
+    "lists": {"obs": [0.5, -2.0], "action": np.array(3), "reward": 0.25, "terminated": np.float32(1)},
+}
+
+
+@pytest.mark.parametrize("form", SINGLE)
+def test_one_row_as_a_single_environment_gives_it(form: str, device: str) -> None:
+    buffer = ReplayBuffer(5, ROW, sampler=RankBased(), device=device)
+    keys = buffer.add(**SINGLE[form], priority=4.0)
+    assert (keys.tolist(), keys.dtype, keys.device) == ([0], torch.int64, buffer.device)
+    assert buffer.priorities(keys).tolist() == [4.0]
+    assert buffer.add(**SINGLE[form]).tolist() == [1]
+    batch = buffer[[0, 1]]
+    assert batch.obs.tolist() == 2 * [OBS.tolist()]
+    assert (batch.action.tolist(), batch.reward.tolist(), batch.terminated.tolist()) == (
+        [3, 3],
+        [0.25, 0.25],
+        [True] * 2,
+    )
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        ({"obs": OBS[None]}, ValueError, r"'action' needs shape \[m\]; found \[\].*value\[None\], or give no value"),
+        ({"reward": [0.25]}, ValueError, "'obs' needs shape"),
+        ({"action": 0.5}, TypeError, "'action' is stored as torch.int64; found torch.float64"),
+        ({"action": 2**63}, TypeError, "'action'"),
+        ({"reward": 1e300}, ValueError, "'reward'.*does not fit"),
+        ({"reward": None}, TypeError, "'reward'"),
+        ({"terminated": 2}, ValueError, "'terminated'.*0 and 1"),
+        ({"priority": [1.0, 2.0]}, ValueError, r"priority must have shape \[1\]"),
+    ],
+    ids=str,
+)
+def test_a_row_that_does_not_fit_is_refused(
+    change: dict[str, Any], error: type[Exception], words: str, device: str
+) -> None:
+    buffer = ReplayBuffer(5, ROW, device=device)
+    with pytest.raises(error, match=words):
+        buffer.add(**SINGLE["python"] | change)
+    assert len(buffer) == 0
+
+
+def test_no_rows_give_no_keys_and_change_nothing(device: str) -> None:
+    buffer = ReplayBuffer(5, ROW, sampler=Proportional(), device=device)
+    rows = {name: torch.zeros((3, *field.shape), dtype=field.dtype, device=device) for name, field in ROW.items()}
+    buffer.add(**rows, priority=torch.ones(3, device=device))
+    before = whole_state(buffer)
+    for more in ({}, {"priority": torch.ones(0, device=device)}):
+        keys = buffer.add(**{name: value[:0] for name, value in rows.items()}, **more)
+        assert (tuple(keys.shape), keys.dtype, keys.device) == ((0,), torch.int64, buffer.device)
+    with pytest.raises(ValueError, match="'terminated' has 3 rows where the others of this add have 0"):
+        buffer.add(**{name: value[:0] for name, value in rows.items()} | {"terminated": rows["terminated"]})
+    assert whole_state(buffer) == before
+
+
+def test_gymnasiums_reset_rows_are_left_out_also_where_all_environments_end_at_once(device: str) -> None:
+    envs = gymnasium.make_vec("Pendulum-v1", num_envs=2, vectorization_mode="sync", max_episode_steps=4)
+    buffer = ReplayBuffer.from_spaces(50, envs.single_observation_space, envs.single_action_space, device=device)
+    (obs, _), ended = envs.reset(seed=0), np.zeros(2, bool)
+    for _ in range(11):
+        action = envs.action_space.sample()
+        after, reward, terminated, truncated, _ = envs.step(action)
+        row = {"obs": obs, "action": action, "reward": reward, "next_obs": after, "terminated": terminated}
+        buffer.add(**{name: value[~ended] for name, value in row.items()})
+        obs, ended = after, terminated | truncated
+    assert len(buffer) == 2 * (11 - 2)
+
+
+DTYPES = [torch.uint8, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_flags_are_numbers_of_any_dtype(dtype: torch.dtype, device: str) -> None:
+    fields = ROW | {"mask": Field((2,), torch.bool)}
+    buffer = ReplayBuffer(5, fields, device=device)
+    row = {"obs": torch.zeros(2, 2), "action": torch.zeros(2, 1, dtype=torch.int64), "reward": torch.zeros(2, 1)}
+    flags, mask = torch.tensor([[0], [1]], dtype=dtype, device=device), torch.tensor([[0, 1], [1, 1]], dtype=dtype)
+    buffer.add(**row, terminated=flags, mask=mask.to(device))
+    assert buffer[[0, 1]].terminated.tolist() == [False, True]
+    assert buffer[[0, 1]].mask.tolist() == [[False, True], [True, True]]
+    if device == "cpu":
+        with pytest.raises(ValueError, match="'mask' is stored as torch.bool.*0 and 1"):
+            buffer.add(**row, terminated=flags, mask=mask * 2)
+    else:
+        # looking would stall the device
+        buffer.add(**row, terminated=flags * 7, mask=mask.to(device))
+        assert buffer[[2, 3]].terminated.tolist() == [False, True]
+
+
+def test_columns_of_scalars_flags_and_priorities_in_an_extend(device: str) -> None:
+    fields = {name: ROW[name] for name in ("obs", "action")}
+    buffers = [TrajectoryReplayBuffer(12, 2, fields, sampler=RankBased(), device=device) for _ in "ab"]
+    steps = {"obs": torch.rand(3, 2, 2), "action": torch.arange(6).view(3, 2), "reward": torch.rand(3, 2)}
+    steps |= {"terminated": torch.eye(3)[:, :2] > 0, "truncated": torch.zeros(3, 2, dtype=torch.bool)}
+    steps["priority"] = torch.rand(3, 2)
+    buffers[0].extend(**steps)
+    columns = {name: value if name == "obs" else value[..., None] for name, value in steps.items()}
+    buffers[1].extend(**columns | {"terminated": columns["terminated"].to(torch.uint8)})
+    assert whole_state(buffers[0]) == whole_state(buffers[1])
+
+
+@pytest.mark.parametrize("final", ["array", "dict", "tuple"])
+def test_the_classic_loop_gives_its_rows_as_they_come(final: str, device: str) -> None:
+    space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    spaces = {"array": space, "dict": gymnasium.spaces.Dict({"a": space}), "tuple": gymnasium.spaces.Tuple([space])}
+    parts = {"array": lambda v: v, "dict": lambda v: {"a": v}, "tuple": lambda v: (v,)}[final]
+    settings: dict[str, Any] = {"autoreset": "disabled", "sampler": RankBased(), "device": device}
+    buffer = TrajectoryReplayBuffer.from_spaces(9, 1, spaces[final], gymnasium.spaces.Discrete(4), **settings)
+    for step in range(3):
+        ended = step == 1
+        buffer.add(
+            obs=parts(OBS + step),
+            action=step,
+            reward=step / 2,
+            terminated=False,
+            truncated=ended,
+            priority=step + 1.0,
+            final_obs=parts(-OBS) if ended else None,
+        )
+    batch = buffer[[0, 1]]
+    name = {"array": "next_obs", "dict": "next_obs.a", "tuple": "next_obs.item_0"}[final]
+    assert batch[name].tolist() == [(OBS + 1).tolist(), (-OBS).tolist()]
+    assert (batch.reward.tolist(), batch.truncated.tolist()) == ([0.0, 0.5], [False, True])
+    assert buffer.priorities([0, 1]).tolist() == [1.0, 2.0]
+    assert buffer.stats().lost_truncations == 0
+
+
+def test_a_step_of_several_environments_has_the_axis(device: str) -> None:
+    fields = {name: ROW[name] for name in ("obs", "action")}
+    buffer = TrajectoryReplayBuffer(10, 2, fields, device=device)
+    with pytest.raises(ValueError, match=r"'obs' needs shape \[2, 2\], one step of each of the 2 environments"):
+        buffer.add(obs=OBS, action=1, reward=0.0, terminated=False, truncated=False)
+
+
+def guesses(path: Path) -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
+    """What other libraries have, by what it is, and the answer."""
+    steps = {name: ROW[name] for name in ("obs", "action")}
+    rows = ReplayBuffer(9, ROW, sampler=Proportional(), device="cpu")
+    rows.add(obs=torch.zeros(3, 2), action=[0, 1, 2], reward=[0.0] * 3, terminated=[False] * 3)
+    stream = TrajectoryReplayBuffer(9, 1, steps, n_step=3, device="cpu")
+    rows.save(path / "rows")
+    stream.save(path / "stream")
+    env: Any = gymnasium.make("CartPole-v1")
+    load = TrajectoryReplayBuffer.load
+    table: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+        "positions": (lambda: rows.add(OBS, 1, 0.0, False), TypeError, r"add\(obs=..., action=.*4 positional"),  # type: ignore[arg-type]
+        "from_env": (lambda: ReplayBuffer.from_env(env, 9), TypeError, r"ReplayBuffer\.from_spaces\(capacity, obs"),
+        "n_steps": (lambda: TrajectoryReplayBuffer(9, 1, steps, n_steps=3), TypeError, "did you mean n_step\\?"),  # type: ignore[call-arg]
+        "max_size": (lambda: ReplayBuffer(max_size=9, fields=ROW), TypeError, "did you mean capacity\\?"),  # type: ignore[call-arg]
+        "alpha": (lambda: ReplayBuffer(9, ROW, alpha=0.6), TypeError, r"sampler=Proportional\(alpha=\.\.\.\)\?"),  # type: ignore[call-arg]
+        "seq_len": (lambda: TrajectoryReplayBuffer(9, 1, steps, seq_len=4), TypeError, r"sample_sequences\(B, le"),  # type: ignore[call-arg]
+        "typo": (lambda: TrajectoryReplayBuffer.from_env(env, 9, samplers=1), TypeError, "did you mean sampler\\?"),
+        "unlike": (lambda: ReplayBuffer(9, ROW, wings=2), TypeError, "no setting 'wings'. It takes capacity, fi"),  # type: ignore[call-arg]
+        "load": (lambda: load(path / "stream", capacity=9), TypeError, r"no 'capacity'.*old\.batches\(size\).*guide"),  # type: ignore[arg-type]
+        "sampler": (lambda: ReplayBuffer.load(path / "rows", sampler=1), TypeError, "no 'sampler'.*new buffer"),  # type: ignore[arg-type]
+        "sequences": (
+            lambda: rows.update_priorities([0, 1], torch.ones(2, 5)),
+            ValueError,
+            r"reduce over time.*amax\(1\)",
+        ),
+        "ratio": (lambda: Hindsight(reward_fn=max, ratio=4), ValueError, r"from 0 to 1; found 4\..*ratio=0\.8 here"),
+        "beta": (lambda: Proportional(beta=(0.4, 1.0)), TypeError, r"LinearSchedule\(start, end, steps\)"),  # type: ignore[arg-type]
+        "early": (lambda: stream.sample(2), RuntimeError, "no eligible starts.*n_step=3 steps.*observation after"),
+    }
+    return table
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is drawn or stored")
+def test_guesses_of_other_libraries_are_answered(tmp_path: Path) -> None:
+    for call, error, words in guesses(tmp_path).values():
+        with pytest.raises(error, match=words):
+            call()
