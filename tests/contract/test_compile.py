@@ -257,7 +257,7 @@ LIVED: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("kind, name, known", LIVED)
 def test_draws_of_every_sampler_are_those_of_eager_calls(kind: str, name: str, known: dict[str, Any]) -> None:
-    program = any_program(random.Random(2), kind, name, calls=25, capacity=scale(40, 20), place="memory", **known)
+    program = any_program(random.Random(3), kind, name, calls=25, capacity=scale(40, 20), place="memory", **known)
 
     def step(replay: Replay) -> Batch:
         # a call whose result is not used is made once
