@@ -118,6 +118,21 @@ class Batch:
         with off:
             return cls({name: torch.cat([part._tensors[name] for part in parts]) for name in parts[0]})
 
+    def minibatches(self, count: int) -> list[Batch]:
+        """K batches of `B / K` rows each, for K steps of an optimizer on one sample; views, no copies.
+
+        count: K, at least 1, which divides B.
+
+        Row `i` of batch `j` is row `i * K + j`. A stratified batch is sorted, by age or rank, so that contiguous slices
+        of it hold the old rows or the likely ones; each of these holds all. Raises TypeError for no int, ValueError
+        where K does not divide B.
+        """
+        if isinstance(count, bool) or not isinstance(count, (int, np.integer)):
+            raise TypeError(f"minibatches needs their number, an int; found {count!r}.")
+        if count < 1 or len(self) % count:
+            raise ValueError(f"minibatches({count}) of a batch of {len(self)} rows; use a number that divides it.")
+        return [self[place :: int(count)] for place in range(count)]
+
     def to_dict(self) -> dict[str, Tensor]:
         """The tensors by name, in a dictionary of its own; dotted names stay as they are."""
         return dict(self._tensors)

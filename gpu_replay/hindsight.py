@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, get_args
 
@@ -27,13 +28,16 @@ class Hindsight:
                    the agent is given; of one shape and dtype.
     reward_fn:     `reward_fn(achieved, desired)`: K rewards, [K], of K steps at once, from `[K, *goal]` tensors on the
                    buffer's device as they leave `sample()`: the goal achieved after the step, and the new goal. Of
-                   CPU tensors it may give a NumPy array.
+                   CPU tensors it may give a NumPy array. `reward_fn(achieved, desired, step)` gets a dictionary
+                   besides, the action and every field that is no observation of these steps, [K, *shape]: so
+                   `compute_reward(achieved, desired, info)` of a GoalEnv finds what it needs if fields hold it.
+                   Required positional parameters are counted; a function without a signature gets two.
     ratio:         share of a batch that is rewritten: exactly `round(ratio * B)` random rows.
     strategy:      where a step's new goal comes from: "future", what was achieved after a step drawn uniformly from
                    the step itself to the last stored one of its episode; "final", after the last one, or while the
                    episode runs the newest one; "episode", after any stored step of the episode.
-    terminated_fn: `terminated_fn(achieved, desired)`: [K] bool, where reaching the goal ends an episode: rewritten
-                   rows get `terminated` and `discount` from it. Without it these stay as they were.
+    terminated_fn: `terminated_fn(achieved, desired)`, or with `step` as well: [K] bool, where reaching the goal ends an
+                   episode: rewritten rows get `terminated` and `discount` from it. Without it these stay as they were.
 
     Give it to a TrajectoryReplayBuffer as `relabel`. In a batch `obs.DESIRED` and `next_obs.DESIRED` of a rewritten row
     are the new goal, in every frame of a stack, and `reward` is that of the new goal; keys, weights, priorities and
@@ -85,10 +89,10 @@ class Hindsight:
     achieved: str = "achieved_goal"
     desired: str = "desired_goal"
     _: KW_ONLY
-    reward_fn: Callable[[Tensor, Tensor], Any]
+    reward_fn: Callable[..., Any]
     ratio: float = 0.8
     strategy: Strategy = "future"
-    terminated_fn: Callable[[Tensor, Tensor], Any] | None = None
+    terminated_fn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("achieved", self.achieved), ("desired", self.desired)):
@@ -96,13 +100,10 @@ class Hindsight:
                 raise TypeError(f"Hindsight {name} must be the name of an observation field; found {value!r}.")
         if self.achieved_field == self.desired_field:
             raise ValueError(f"Hindsight achieved and desired must be two fields; found {self.achieved!r} for both.")
-        if not callable(self.reward_fn):
-            raise TypeError(f"Hindsight reward_fn must be a function of (achieved, desired); found {self.reward_fn!r}.")
-        if self.terminated_fn is not None and not callable(self.terminated_fn):
-            raise TypeError(
-                f"Hindsight terminated_fn must be a function of (achieved, desired) or None; "
-                f"found {self.terminated_fn!r}."
-            )
+        for name, function in (("reward_fn", self.reward_fn), ("terminated_fn", self.terminated_fn)):
+            if name == "reward_fn" or function is not None:
+                # looked up once: reading a signature takes longer than many a function
+                object.__setattr__(self, f"_{name}_takes", _arguments_of(name, function))
         if isinstance(self.ratio, (int, float)) and 1 < self.ratio < math.inf:
             share = f"{self.ratio / (self.ratio + 1):g}"
             raise ValueError(
@@ -159,15 +160,21 @@ class Hindsight:
                 f"shape {achieved.shape}. Use random_shift=0, or goals of one dimension."
             )
 
-    def rewrite(self, tensors: dict[str, Tensor], shown: RelabelInput, gamma: float) -> None:
+    def rewrite(self, tensors: dict[str, Tensor], shown: RelabelInput, names: Iterable[str], gamma: float) -> None:
         """Recompute the rewards, and terminations, of rows with new goals in place, by the user's functions.
 
-        tensors: of the batch. gamma: the discount of a step.
+        tensors: of the batch. names: the fields that are no observations. gamma: the discount of a step.
         """
         rows, known, achieved, desired = shown
+
+        def arguments(name: str, *goals: Tensor) -> tuple[Any, ...]:
+            if vars(self)[f"_{name}_takes"] == len(goals):
+                return goals
+            return *goals, {each: tensors[each].index_select(0, rows) for each in names}
+
         # each function gets its own copy, since it may work in place
-        again = None if self.terminated_fn is None else (achieved.clone(), desired.clone())
-        reward = self._made("reward_fn", self.reward_fn(achieved, desired), rows)
+        again = None if self.terminated_fn is None else arguments("terminated_fn", achieved.clone(), desired.clone())
+        reward = self._made("reward_fn", self.reward_fn(*arguments("reward_fn", achieved, desired)), rows)
         if reward.dtype is not _REWARD:
             if reward.dtype.is_complex:
                 raise TypeError(f"reward_fn of Hindsight must return real numbers; found {reward.dtype}.")
@@ -199,6 +206,26 @@ class Hindsight:
         if not validation.same_device(result.device, device):
             raise ValueError(f"{expected}; found {type(value).__name__} on {result.device}.")
         return result
+
+
+def _arguments_of(name: str, function: object) -> int:
+    """How many arguments a user's function gets, or TypeError."""
+    expected = f"Hindsight {name} must be a function of (achieved, desired) or (achieved, desired, step)"
+    if not callable(function):
+        raise TypeError(f"{expected}; found {function!r}.")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        # one made of machine code
+        return 2
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = sum(each.kind in positional and each.default is each.empty for each in parameters)
+    if required < 2 and any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters):
+        # a wrapper that takes anything, such as a module of torch
+        return 2
+    if required not in (2, 3):
+        raise TypeError(f"{expected}; found {function!r}, which takes {required}.")
+    return required
 
 
 def check_relabel(relabel: object, fields: Mapping[str, Field], n_step: int, random_shift: int) -> None:

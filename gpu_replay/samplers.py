@@ -15,13 +15,13 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from gpu_replay.ops.counters import HostWords
+from gpu_replay.ops.counters import HostWords, blocks_for
 from gpu_replay.ops.draw import (
     ALL,
     PERMUTATION_WORDS,
+    REDRAWS,
     DrawRange,
     draw_by_mass,
-    importance_weights,
     independent_ranks,
     permuted_ranks,
     slots_in,
@@ -39,12 +39,7 @@ from gpu_replay.stats import (
     rank_distribution,
     uniform_distribution,
 )
-from gpu_replay.validation import MOST_EXPONENT, check_choice, check_float, check_int
-
-
-def _flag(owner: str, name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{owner} {name} must be True or False; found {value!r}.")
+from gpu_replay.validation import MOST_EXPONENT, check_bool, check_choice, check_float, check_int
 
 
 def _put(settings: object, **numbers: float | None) -> None:
@@ -80,12 +75,55 @@ class LinearSchedule:
         return self.start + (self.end - self.start) * min(step, self.steps) / self.steps
 
 
+# takes a first place and a number
+SlotsFrom = Callable[[int, int], np.ndarray]
+
+
 class HostDraw(NamedTuple):
     """(B,) int64 slots, float32 probabilities and float32 importance weights."""
 
     slots: np.ndarray
     probability: np.ndarray
     weight: np.ndarray
+
+
+class Rows(NamedTuple):
+    """Rows drawn by chance on the host.
+
+    slots: (B,) int64. parts: (B,) what their chances are proportional to, and `total` of all that can be drawn.
+    least: the part that has the largest weight; 0 stands for the least of the batch.
+    """
+
+    slots: np.ndarray
+    parts: np.ndarray
+    total: float
+    least: float = 0
+
+
+class Again(NamedTuple):
+    """Draws in place of others, so many times of these (K,) rows of a batch, each from all that can be drawn."""
+
+    times: int
+    rows: np.ndarray
+
+
+class TooFewWindows(Exception):
+    """Of the starts that fit there are fewer than a batch needs; its argument says how many there are."""
+
+
+# which of (B,) slots fit, as bool; None: all
+Fits = Callable[[np.ndarray], np.ndarray] | None
+
+
+def walked(rows: int, count: int, fits: Callable[[np.ndarray], np.ndarray], slots_from: SlotsFrom) -> np.ndarray:
+    """The first `rows` slots that fit on a walk over `count`: `slots_from(first, n)` are n of them, from a first on."""
+    found, done = np.empty(0, dtype=np.int64), 0
+    while found.size < rows and done < count:
+        some = slots_from(done, min(max(rows, done), count - done))
+        found, done = np.concatenate((found, some[fits(some)])), done + some.size
+    if found.size < rows:
+        raise TooFewWindows(found.size)
+    return found[:rows]
 
 
 class HostState(Protocol):
@@ -104,6 +142,15 @@ class HostState(Protocol):
     def ranks(self) -> HostRanks: ...
     def span(self) -> tuple[int, int]: ...
     def range(self, tree: MassTree, skipped: int, *, by_key: bool = False) -> DrawRange: ...
+
+
+def doubles_of(host: HostState, count: int, again: Again | None) -> np.ndarray:
+    """The next float64 in [0, 1) for each of `count` rows, or, one time after the other, for those drawn again."""
+    if again is None:
+        return host.random.doubles(count)
+    # each time takes the words of all rows
+    words = 4 * blocks_for(count)
+    return host.random.doubles(again.times * words).reshape(again.times, words)[:, again.rows].reshape(-1)
 
 
 class Sampler(ABC):
@@ -213,22 +260,70 @@ class BaseSampler(Sampler):
         """Transitions that `rows` rows need, if more than one."""
         return 0
 
-    def draw(self, host: HostState, rows: int, beta: float | None, skipped: int) -> HostDraw:
-        """Draw `rows` slots on the host, none of them among the newest `skipped`."""
-        (first, added), tree = host.span(), host.starts
-        within = None if tree is None else host.range(tree, skipped, by_key=True)
-        total = _some(added - first if within is None else within.mass)
-        places = np.ascontiguousarray(self.places(total, rows, host.random), dtype=np.int64)
-        if places.shape != (rows,) or places.min() < 0 or places.max() >= total:
-            raise ValueError(f"{self}: places({total}, {rows}) must return {rows} integers from 0 to {total - 1}.")
+    def draw(self, host: HostState, rows: int, beta: float | None, skipped: int, fits: Fits = None) -> HostDraw:
+        """Draw `rows` slots on the host, none of them among the newest `skipped`.
+
+        fits: slots that do not fit are drawn again from all that can be drawn, and at last from those that fit.
+        """
+        begin = host.random.block
+        slots, parts, total, least = self._rows(host, rows, skipped)
+        if fits is not None:
+            fitting, tried = fits(slots), 0
+            while tried < REDRAWS and not fitting.all():
+                # as many draws of each row as there were before, of which the first that fits counts
+                missing, times = np.flatnonzero(~fitting), max(1, tried)
+                again = self._rows(host, rows, 0, Again(times, missing))
+                found = fits(again.slots).reshape(times, missing.size)
+                chosen = found.argmax(axis=0) * missing.size + np.arange(missing.size)
+                slots[missing], parts[missing] = again.slots[chosen], again.parts[chosen]
+                fitting[missing], tried = found.any(axis=0), tried + times
+            # all places of the stream that a device may take
+            host.random.block = max(host.random.block, begin + (1 + REDRAWS) * blocks_for(rows))
+            if fitting.all():
+                host.random.block += blocks_for(rows)
+            else:
+                every, shares = self._everything(host)
+                chosen = np.flatnonzero(fits(every) & (shares > 0))
+                if not chosen.size:
+                    raise TooFewWindows(0)
+                ends = shares[chosen].cumsum()
+                targets = host.random.doubles(rows)[~fitting] * ends[-1]
+                there = chosen[np.minimum(np.searchsorted(ends, targets, side="right"), chosen.size - 1)]
+                slots[~fitting], parts[~fitting] = every[there], shares[there]
+        weight = weights_of((least or parts.min()) / parts, self.beta_at(host.step) if beta is None else beta)
+        return HostDraw(slots, (parts / total).astype(np.float32), weight)
+
+    def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
+        """Draw so many rows by chance, or some of them again."""
+        total, slots_at = self._drawable(host, skipped)
+        count = count if again is None else again.times * again.rows.size
+        places = np.ascontiguousarray(self.places(total, count, host.random), dtype=np.int64)
+        if places.shape != (count,) or places.min() < 0 or places.max() >= total:
+            raise ValueError(f"{self}: places({total}, {count}) must return {count} integers from 0 to {total - 1}.")
         chances = np.asarray(self.chances(places, total), dtype=np.float64)
-        if chances.shape != (rows,) or not (chances > 0).all():
-            raise ValueError(f"{self}: chances of {rows} drawn places must be {rows} numbers above 0; found {chances}.")
-        slots = (
-            slots_of(places, first, host.capacity) if tree is None or within is None else slots_in(tree, within, places)
-        )
-        weight = weights_of(chances.min() / chances, self.beta_at(host.step) if beta is None else beta)
-        return HostDraw(slots, chances.astype(np.float32), weight)
+        if chances.shape != (count,) or not (chances > 0).all():
+            raise ValueError(
+                f"{self}: chances of {count} drawn places must be {count} numbers above 0; found {chances}."
+            )
+        return Rows(slots_at(places), chances, 1.0)
+
+    def _everything(self, host: HostState) -> tuple[np.ndarray, np.ndarray]:
+        """All slots that can be drawn, and what their chances are proportional to."""
+        total, slots_at = self._drawable(host, 0)
+        places = np.arange(total)
+        return slots_at(places.copy()), np.asarray(self.chances(places, total), dtype=np.float64)
+
+    def _drawable(
+        self, host: HostState, skipped: int, needed: int = 1, *, by_key: bool = True
+    ) -> tuple[int, Callable[[np.ndarray], np.ndarray]]:
+        """How many slots can be drawn, and what finds them by their places, counted from the oldest, or in the order of
+        slots, which takes no search for the oldest.
+        """
+        (first, added), tree = host.span(), host.starts
+        if tree is None:
+            return _some(added - first, needed), lambda places: slots_of(places, first, host.capacity)
+        within = host.range(tree, skipped, by_key=by_key)
+        return _some(within.mass, needed), lambda places: slots_in(tree, within, places)
 
     def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         """Of one row, given what is kept."""
@@ -249,7 +344,7 @@ class Uniform(BaseSampler):
     replacement: bool = False
 
     def __post_init__(self) -> None:
-        _flag("Uniform", "replacement", self.replacement)
+        _put(self, replacement=check_bool("Uniform replacement", self.replacement))
 
     def distinct_rows(self, rows: int) -> int:
         return 0 if self.replacement else rows
@@ -259,16 +354,25 @@ class Uniform(BaseSampler):
             return independent_ranks(total, random.doubles(rows))
         return permuted_ranks(total, rows, random.words(PERMUTATION_WORDS))
 
-    def draw(self, host: HostState, rows: int, beta: float | None, skipped: int) -> HostDraw:
-        # in slot order, which takes no search for the oldest start; all weights are 1
-        (first, added), tree = host.span(), host.starts
-        within = None if tree is None else host.range(tree, skipped)
-        count = _some(added - first if within is None else within.mass, self.distinct_rows(rows))
-        slots = self.places(count, rows, host.random)
-        slots = (
-            slots_of(slots, first, host.capacity) if tree is None or within is None else slots_in(tree, within, slots)
-        )
+    def draw(self, host: HostState, rows: int, beta: float | None, skipped: int, fits: Fits = None) -> HostDraw:
+        if fits is not None and self.replacement:
+            return super().draw(host, rows, beta, skipped, fits)
+        count, slots_at = self._drawable(host, skipped, 0 if fits else self.distinct_rows(rows), by_key=False)
+        if fits is None:
+            slots = slots_at(self.places(count, rows, host.random))
+        else:
+            words = host.random.words(PERMUTATION_WORDS)
+            slots = walked(rows, count, fits, lambda first, some: slots_at(permuted_ranks(count, some, words, first)))
         return HostDraw(slots, np.full(rows, 1 / count, np.float32), np.ones(rows, np.float32))
+
+    def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
+        total, slots_at = self._drawable(host, skipped, by_key=False)
+        places = independent_ranks(total, doubles_of(host, count, again))
+        return Rows(slots_at(places), np.ones(places.size), total, 1)
+
+    def _everything(self, host: HostState) -> tuple[np.ndarray, np.ndarray]:
+        total, slots_at = self._drawable(host, 0, by_key=False)
+        return slots_at(np.arange(total)), np.ones(total)
 
     def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         return uniform_distribution(eligible)
@@ -295,7 +399,7 @@ class _Prioritized(BaseSampler):
         else:
             _put(self, initial=check_float(f"{owner} initial", self.initial))
         check_choice(f"{owner} normalize", self.normalize, ("batch", "buffer"))
-        _flag(owner, "stratified", self.stratified)
+        _put(self, stratified=check_bool(f"{owner} stratified", self.stratified))
 
     def places(self, total: int, rows: int, random: HostWords) -> np.ndarray:
         place: Callable[[int, np.ndarray], np.ndarray] = stratified_targets if self.stratified else independent_ranks
@@ -343,7 +447,9 @@ class Proportional(_Prioritized):
     def rule(self, slots: int) -> Rule:
         return MassRule.for_slots(slots, self.alpha, self.eps, self.clip)
 
-    def draw(self, host: HostState, rows: int, beta: float | None, skipped: int) -> HostDraw:
+    def draw(self, host: HostState, rows: int, beta: float | None, skipped: int, fits: Fits = None) -> HostDraw:
+        if fits is not None:
+            return super().draw(host, rows, beta, skipped, fits)
         # one loop places, finds and weighs
         tree, doubles = host.masses, host.random.doubles(rows)
         within = host.range(tree, skipped) if skipped else ALL
@@ -352,6 +458,15 @@ class Proportional(_Prioritized):
         _some(draws.mass)
         weight = weights_of(draws.ratio, self.beta_at(host.step) if beta is None else beta)
         return HostDraw(draws.slots, draws.probability, weight)
+
+    def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
+        tree, doubles = host.masses, doubles_of(host, count, again)
+        slots, _, _, total = draw_by_mass(tree, doubles, stratified=self.stratified and again is None)
+        least = tree.lowest() if self.normalizes_over_buffer else 0
+        return Rows(slots, tree.host.flat[slots], _some(total), least)
+
+    def _everything(self, host: HostState) -> tuple[np.ndarray, np.ndarray]:
+        return np.arange(host.capacity), host.masses.host.flat[: host.capacity]
 
     def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         return mass_distribution(leaves, rule)
@@ -384,11 +499,13 @@ class RankBased(_Prioritized):
     def rule(self, slots: int) -> Rule:
         return OrderRule()
 
-    def draw(self, host: HostState, rows: int, beta: float | None, skipped: int) -> HostDraw:
-        ranked = host.ranks.draw(host.random.doubles(rows), stratified=self.stratified, skipped=skipped)
-        lowest = ranked.last if self.normalizes_over_buffer else int(ranked.masses.min())
-        weight = importance_weights(ranked.masses, lowest, self.beta_at(host.step) if beta is None else beta)
-        return HostDraw(ranked.slots, (ranked.masses / ranked.total).astype(np.float32), weight)
+    def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
+        doubles, stratified = doubles_of(host, count, again), self.stratified and again is None
+        ranked = host.ranks.draw(doubles, stratified=stratified, skipped=skipped)
+        return Rows(ranked.slots, ranked.masses, ranked.total, ranked.last if self.normalizes_over_buffer else 0)
+
+    def _everything(self, host: HostState) -> tuple[np.ndarray, np.ndarray]:
+        return host.ranks.all()
 
     def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         return rank_distribution(leaves, rule, self.alpha)

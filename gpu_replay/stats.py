@@ -30,7 +30,7 @@ class Stats:
     effective_sample_size: 1 / sum(P ** 2), in transitions; at most size.
     mean_age, max_age:     in transitions added since; the newest has age 0.
     mean_times_sampled, max_times_sampled: how often what is stored has been sampled.
-    stale_updates:         priority updates ignored because their key was not live.
+    stale_updates:         keys of updates and writes that were ignored because they were not live.
     rejected_priorities:   non-finite priorities ignored on a GPU, where looking at them would stall.
     saturated_priorities:  priorities so large that their mass was cut to the limit.
     lost_truncations:      truncated endings whose final observation is not stored, since none was given or no place was

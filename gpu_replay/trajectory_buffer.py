@@ -37,7 +37,7 @@ from gpu_replay.engines.trajectory_storage import (
 )
 from gpu_replay.fields import Field
 from gpu_replay.hindsight import Hindsight, check_saved_relabel
-from gpu_replay.samplers import Sampler
+from gpu_replay.samplers import Sampler, TooFewWindows
 from gpu_replay.spaces import autoreset_name, step_fields, vector_settings, warn_of_stacks
 from gpu_replay.validation import check_int
 
@@ -388,9 +388,15 @@ class TrajectoryReplayBuffer(Buffer):
                   own fields are meaningful.
         key, probability, weight: (B,), of the first step.
 
+        With `strict` or `stride` rows are drawn from all eligible starts, and those that do not fit again, at most 64
+        times, so that the cost does not depend on what is stored; `Uniform()` goes on along its permutation, and the
+        newest are the newest that fit. `probability` is that of one draw from all eligible starts, and ranks are those
+        among all of them; weights are right for what is drawn, since they need no total. On a CPU rows that are still
+        missing then are found by one scan. On CUDA, where nobody waits for it, such a row has weight and probability 0,
+        a `mask` of False, and -1 for a key, which `update_priorities` ignores; its other values mean nothing.
+
         Raises RuntimeError when no such window is stored, ValueError when more distinct ones are asked for than there
-        are. A beta schedule advances by one. With `strict` or `stride` each call scans all stored steps, and on CUDA
-        reads the number of windows from the device.
+        are. A beta schedule advances by one.
 
         Kapturowski et al. 2019 (R2D2) for burn-in.
         """
@@ -399,8 +405,7 @@ class TrajectoryReplayBuffer(Buffer):
         batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
         steps = check_int("length", length, 1) + check_int("burn_in", burn_in, 0)
         every = check_int("stride", stride, 1, 2**63 - 1)
-        if not isinstance(strict, (bool, np.bool_)):
-            raise TypeError(f"strict must be True or False; found {strict!r}.")
+        whole = validation.check_bool("strict", strict)
         if self._settings.relabel is not None:
             raise ValueError(
                 "sample_sequences cannot relabel goals. Sample single transitions, or make a buffer without relabel."
@@ -413,13 +418,20 @@ class TrajectoryReplayBuffer(Buffer):
                     f"{call} needs {steps} consecutive steps of an environment; the buffer holds {added - first}. "
                     "Add more, or ask for shorter windows."
                 )
-            if not strict and every == 1:
-                self._check_enough(batch, (steps - 1) * self._settings.num_envs, call)
-                return Batch(self._engine.sample_sequences(batch, steps, exponent))
-            sampler, available = self._engine.sequence_sampler(steps, bool(strict), every)
-            call = f"{call} with strict={bool(strict)}, stride={every}"
-            self._check_enough(batch, call=call, available=available)
-            return Batch(self._engine.sample_sequences(batch, steps, exponent, sampler))  # type: ignore[arg-type]
+            skipped = (steps - 1) * self._settings.num_envs
+            if whole or every > 1:
+                call, skipped = f"{call} with strict={whole}, stride={every}", 0
+            self._check_enough(batch, skipped, call)
+            try:
+                return Batch(self._engine.sample_sequences(batch, (steps, whole, every), exponent))
+            except TooFewWindows as few:
+                found = few.args[0]
+            if not found:
+                what = f"stored episode is as long as {steps} steps" if whole else f"window of {steps} steps is stored"
+                begins = f" from a step whose number is a multiple of {every} on" if every > 1 else ""
+                raise RuntimeError(f"{call}: no {what}{begins}. Ask for shorter windows.")
+            self._check_enough(batch, call=call, available=found)
+            raise RuntimeError(f"{call}: {found} windows were found, fewer than were counted.")
 
     def clear(self) -> None:
         """Forget all steps; keys, the counts of `stats()` and running episodes go on.
@@ -444,6 +456,7 @@ class TrajectoryReplayBuffer(Buffer):
         device: torch.device | str | None = None,
         relabel: Hindsight | None = None,
         *,
+        begin_episodes: bool = False,
         storage_device: torch.device | str | None = None,
         storage_path: StoragePath | None = None,
         **others: Never,
@@ -451,11 +464,15 @@ class TrajectoryReplayBuffer(Buffer):
         """The buffer that `save` wrote, on any device.
 
         relabel:  given again where the saved buffer had one, since its functions are not saved.
+        begin_episodes: whether the environments were reset since, as by nearly every program that resumes: then the
+                  next steps begin episodes, as after `begin_episodes()`. Otherwise they continue those that were
+                  running, and windows would join the old episode with the new one.
         storage_device, storage_path: where the fields of this buffer are to be, wherever those of the saved one were.
 
         Raises CheckpointError that says what is damaged, ValueError for another `relabel` than the saved buffer's.
         """
-        return cls._loaded(
+        begins = validation.check_bool("begin_episodes", begin_episodes)
+        buffer = cls._loaded(
             path,
             device,
             partial(check_saved_relabel, path, relabel),
@@ -464,6 +481,9 @@ class TrajectoryReplayBuffer(Buffer):
             storage_path=storage_path,
             **others,
         )
+        if begins:
+            buffer.begin_episodes()
+        return buffer
 
 
 def _on_host(flags: Tensor | np.ndarray) -> np.ndarray:

@@ -366,8 +366,8 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def as_keys(value: Any, device: torch.device) -> Tensor:
-    """Keys as (m,) int64: a tensor or array of integers, a list of ints, or one int.
+def as_keys(value: Any, device: torch.device, name: str = "keys") -> Tensor:
+    """Keys, or other integers of this name, as (m,) int64: a tensor or array of integers, a list of ints, or one int.
 
     Raises TypeError for other dtypes, ValueError for more than one dimension or a third device.
     """
@@ -376,22 +376,22 @@ def as_keys(value: Any, device: torch.device) -> Tensor:
     if plain and value.device == device and value.dim() == 1:
         return value if value.is_cpu else record_stream(value)
     try:
-        tensor = as_tensor("keys", value, device)
+        tensor = as_tensor(name, value, device)
     except TypeError:
         found = f"{value.layout} {type(value).__name__}" if isinstance(value, Tensor) else reprlib.repr(value)
         raise TypeError(
-            "keys must be integers of 64 bits, as add and sample return them: a dense tensor, an array, a list or one "
-            f"int; found {found}."
+            f"{name} must be integers of 64 bits, as add and sample return them: a dense tensor, an array, a list or "
+            f"one int; found {found}."
         ) from None
     # an empty list has no type of its own
     untyped = tensor.numel() == 0 and not isinstance(value, (Tensor, np.ndarray))
     if tensor.dtype not in _INTEGERS and not untyped:
-        raise TypeError(f"keys must be integers, as add and sample return them; found {tensor.dtype}.")
+        raise TypeError(f"{name} must be integers, as add and sample return them; found {tensor.dtype}.")
     tensor = tensor.to(torch.int64)
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)
     if tensor.dim() != 1:
-        raise ValueError(f"keys must have one dimension [m]; found shape {list(tensor.shape)}.")
+        raise ValueError(f"{name} must have one dimension [m]; found shape {list(tensor.shape)}.")
     return tensor
 
 
@@ -501,6 +501,13 @@ def check_int(name: str, value: object, least: int | None = None, most: int | No
     if most is not None and value > most:
         raise ValueError(f"{name} must be at most {most:,}; found {value:,}.")
     return int(value)
+
+
+def check_bool(name: str, value: object) -> bool:
+    """A bool, or TypeError."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False; found {value!r}.")
+    return bool(value)
 
 
 def check_float(name: str, value: object, low: float = 0.0, high: float = math.inf, *, above: bool = False) -> float:

@@ -8,8 +8,8 @@ from .constants import (
     DIRTY,
     EDGE,
     FANOUT,
-    FIRST,
     MAX_MASS,
+    NO_KEY,
     PENDING_MAX_MASS,
     REJECTED,
     SATURATED,
@@ -18,7 +18,7 @@ from .constants import (
     is_last,
 )
 from .division import remainder
-from .ring import write_rows
+from .ring import is_live, write_rows
 
 
 @triton.jit
@@ -86,14 +86,6 @@ def raise_max_mass(counters_ptr):
     largest = tl.atomic_max(counters_ptr + PENDING_MAX_MASS, 0, sem="relaxed")
     tl.atomic_max(counters_ptr + MAX_MASS, largest, sem="relaxed")
     tl.store(counters_ptr + PENDING_MAX_MASS, 0)
-
-
-@triton.jit
-def is_live(key, counters_ptr, capacity):
-    """Whether keys are live: their transitions are stored."""
-    added = tl.load(counters_ptr + ADDED)
-    oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
-    return (key >= oldest) & (key < added)
 
 
 @triton.jit(do_not_specialize=["rows", "skipped", "capacity", "segment", "inserting"])
@@ -184,7 +176,7 @@ def last_wins_kernel(keys_ptr, counters_ptr, stamp_ptr, batch, capacity, per_cap
     """Leave on the slot of every live key the largest position at which it stands: the last one wins."""
     position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     # positions past the end name no key
-    key = tl.load(keys_ptr + position, mask=position < batch, other=-1)
+    key = tl.load(keys_ptr + position, mask=position < batch, other=NO_KEY)
     live = is_live(key, counters_ptr, capacity)
     slot = remainder(tl.where(live, key, 0), capacity, per_capacity)
     tl.atomic_max(stamp_ptr + slot, position.to(tl.int32), mask=live, sem="relaxed")
@@ -222,7 +214,7 @@ def update_kernel(
     position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     named = position < batch
     # positions past the end name no key
-    key = tl.load(keys_ptr + position, mask=named, other=-1)
+    key = tl.load(keys_ptr + position, mask=named, other=NO_KEY)
     if len(levels) > 0:
         # asked for together with the keys, so that nothing waits for it: one that does not win is not looked at
         priority = tl.load(priority_ptr + position, mask=named, other=0).to(tl.float64)
@@ -262,7 +254,7 @@ def update_kernel(
             tl.atomic_add(levels[level] + (slot >> (SHIFT * level)), change, mask=accepted, sem="relaxed")
         if SUMS:
             add_to_root(levels[TOP], slot >> (SHIFT * TOP), change)
-        count_masses(new, saturated, meant, counters_ptr, MAX_MASS, named & (live == 0))
+        count_masses(new, saturated, meant, counters_ptr, MAX_MASS, (live == 0) & (key != NO_KEY))
     else:
-        stale = named & (is_live(key, counters_ptr, capacity) == 0)
+        stale = (is_live(key, counters_ptr, capacity) == 0) & (key != NO_KEY)
         tl.atomic_add(counters_ptr + STALE, tl.sum(stale.to(tl.int64), axis=0), sem="relaxed")

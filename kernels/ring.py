@@ -7,6 +7,8 @@ compile time, so that a field whose rows are multiples of 16 bytes is moved in 1
 import triton
 import triton.language as tl
 
+from .constants import ADDED, FIRST, NO_KEY, STALE
+from .division import divided, remainder
 from .weights import finish
 
 
@@ -39,8 +41,35 @@ def tile_at(program, f: tl.constexpr, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def gather_rows(sources, outputs, slots_ptr, batch, local, FROM: tl.constexpr, LAYOUT: tl.constexpr):
+def slot_of(slots_ptr, item, named, sequence):
+    """The slots of items, how many steps are stored from each on, and how many it lies after the first of its row.
+
+    sequence: (), where each item has a slot of its own, and the other numbers mean nothing; or the items of a row,
+              which are steps from its slot on, environments, both with their reciprocals, steps of the ring and the
+              next key.
+    """
+    left = item
+    ahead = item
+    row = item
+    if len(sequence) > 0:
+        span, per_span, num_envs, per_envs, steps, added = sequence
+        row, ahead = divided(item, span, per_span)
+    slot = tl.load(slots_ptr + row, mask=named, other=0)
+    if len(sequence) > 0:
+        slots = num_envs * steps
+        # from the slot on to that of the next key, around the ring
+        rest = added % slots - slot
+        left = divided(tl.where(rest <= 0, rest + slots, rest) + num_envs - 1, num_envs, per_envs)[0] - ahead
+        slot += ahead * num_envs
+        slot = tl.where(slot >= slots, slot - slots, slot)
+    return slot, left, ahead, row
+
+
+@triton.jit
+def gather_rows(sources, outputs, slots_ptr, batch, local, FROM: tl.constexpr, LAYOUT: tl.constexpr, sequence):
     """outputs[f][i] = sources[f][slots[i]] for the fields from FROM on; a program moves one tile of one field.
+
+    sequence: as in `slot_of`.
 
     local: the program's number, from 0 on. Returns it among the programs that come after those.
     """
@@ -51,7 +80,7 @@ def gather_rows(sources, outputs, slots_ptr, batch, local, FROM: tl.constexpr, L
             named = row < batch
             live = named[:, None] & (column < LAYOUT.widths[f])[None, :]
             # rows past the batch read slot 0 under a mask
-            slot = tl.load(slots_ptr + row, mask=named, other=0)
+            slot = slot_of(slots_ptr, row, named, sequence)[0]
             values = tl.load(sources[f] + slot[:, None] * LAYOUT.widths[f] + column[None, :], mask=live, other=0)
             place = row[:, None] * LAYOUT.widths[f] + column[None, :]
             tl.store(outputs[f] + place, as_sampled(values, outputs[f], LAYOUT.scales[f], LAYOUT.wide[f]), mask=live)
@@ -82,7 +111,7 @@ def gather_kernel(
     local = tl.program_id(0).to(tl.int64)
     if DRAWS > 0:
         local = finish(sample, counted, counters_ptr, local, batch, minima, blocks_drawn, beta, DRAWS)
-    gather_rows(sources, outputs, slots_ptr, batch, local, 0, LAYOUT)
+    gather_rows(sources, outputs, slots_ptr, batch, local, 0, LAYOUT, ())
 
 
 @triton.jit
@@ -107,3 +136,77 @@ def write_rows(inputs, stores, added, local, rows, skipped, capacity, LAYOUT: tl
             tl.store(stores[f] + place, values.to(stores[f].dtype.element_ty), mask=live)
         local -= programs
     return local
+
+
+@triton.jit
+def is_live(key, counters_ptr, capacity):
+    """Whether keys are live: their transitions are stored."""
+    added = tl.load(counters_ptr + ADDED)
+    oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
+    return (key >= oldest) & (key < added)
+
+
+@triton.jit
+def slots_to_write(row, keys_ptr, counters_ptr, batch, capacity, per_capacity, TOGETHER: tl.constexpr):
+    """The slots of live keys in the rows, -1 where a later row has the same key or there is none, -2 of stale ones.
+
+    Each row is compared with all that follow it, TOGETHER at once.
+    """
+    key = tl.load(keys_ptr + row, mask=row < batch, other=NO_KEY)
+    live = is_live(key, counters_ptr, capacity)
+    follows = tl.arange(0, TOGETHER)[None, :]
+    repeated = (row[:, None] < 0) & (follows < 0)
+    for begin in range(tl.min(row, axis=0), batch, TOGETHER):
+        other = tl.load(keys_ptr + begin + follows, mask=begin + follows < batch, other=NO_KEY)
+        repeated = repeated | ((other == key[:, None]) & (begin + follows > row[:, None]))
+    last = tl.max(repeated.to(tl.int32), axis=1) == 0
+    slot = remainder(tl.where(live, key, 0), capacity, per_capacity)
+    return tl.where(live, tl.where(last, slot, -1), tl.where(key == NO_KEY, -1, -2))
+
+
+@triton.jit(do_not_specialize=["batch", "capacity", "per_capacity"])
+def find_slots_kernel(
+    keys_ptr, slots_ptr, counters_ptr, batch, capacity, per_capacity, ROWS: tl.constexpr, TOGETHER: tl.constexpr
+):
+    """slots[i] = where `write_kernel` puts row i: see `slots_to_write`."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    batch = batch.to(tl.int64)
+    slot = slots_to_write(row, keys_ptr, counters_ptr, batch, capacity, per_capacity, TOGETHER)
+    tl.store(slots_ptr + row, slot, mask=row < batch)
+
+
+@triton.jit(do_not_specialize=["batch", "capacity", "per_capacity"])
+def write_kernel(
+    stores,
+    counters_ptr,
+    batch,
+    capacity,
+    per_capacity,
+    inputs,
+    keys_ptr,
+    LAYOUT: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """stores[f][slot of keys[i]] = inputs[f][i], where key i is live and no later row has it.
+
+    A slot is written by one row alone, each tile of it by one program. TOGETHER 0: instead of keys come the slots that
+    `find_slots_kernel` found. The programs of the first tiles of the first field count stale keys.
+    """
+    local = tl.program_id(0).to(tl.int64)
+    batch = batch.to(tl.int64)
+    for f in tl.static_range(len(LAYOUT.widths)):
+        programs = programs_of(batch, f, LAYOUT)
+        if (local >= 0) & (local < programs):
+            row, column = tile_at(local, f, LAYOUT)
+            if TOGETHER > 0:
+                slot = slots_to_write(row, keys_ptr, counters_ptr, batch, capacity, per_capacity, TOGETHER)
+            else:
+                slot = tl.load(keys_ptr + row, mask=row < batch, other=-1)
+            if f == 0:
+                if local % LAYOUT.chunks[0] == 0:
+                    tl.atomic_add(counters_ptr + STALE, tl.sum((slot == -2).to(tl.int64), axis=0), sem="relaxed")
+            written = (slot >= 0)[:, None] & (column < LAYOUT.widths[f])[None, :]
+            values = tl.load(inputs[f] + row[:, None] * LAYOUT.widths[f] + column[None, :], mask=written, other=0)
+            target = slot[:, None] * LAYOUT.widths[f] + column[None, :]
+            tl.store(stores[f] + target, values.to(stores[f].dtype.element_ty), mask=written)
+        local -= programs

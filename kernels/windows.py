@@ -7,9 +7,9 @@ program does for its own, once for several pieces of them.
 import triton
 import triton.language as tl
 
-from .constants import CUT, DEAD, FINAL, SEED, TERMINATED, TRUNCATED
+from .constants import ADDED, CUT, DEAD, FINAL, SEED, TERMINATED, TRUNCATED
 from .random import words_at
-from .ring import as_sampled, gather_rows
+from .ring import as_sampled, gather_rows, slot_of
 from .weights import finish
 
 
@@ -98,7 +98,19 @@ def moved_column(column, down, right, HEIGHT: tl.constexpr, SIDE: tl.constexpr):
     return picture[None, :] + y * SIDE + x
 
 
-@triton.jit(do_not_specialize=["batch", "num_envs", "steps", "span", "together", "minima", "blocks_drawn"])
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "num_envs",
+        "steps",
+        "span",
+        "per_span",
+        "per_envs",
+        "together",
+        "minima",
+        "blocks_drawn",
+    ]
+)
 def gather_windows_kernel(
     sources,
     pools,
@@ -110,6 +122,8 @@ def gather_windows_kernel(
     num_envs,
     steps,
     span,
+    per_span,
+    per_envs,
     together,
     minima,
     blocks_drawn,
@@ -117,7 +131,6 @@ def gather_windows_kernel(
     next_outputs,
     numbers,
     slots_ptr,
-    stored,
     words,
     sample,
     beta: tl.float64,
@@ -131,6 +144,7 @@ def gather_windows_kernel(
     ZERO: tl.constexpr,
     RANDOM_SHIFT: tl.constexpr,
     HINDSIGHT: tl.constexpr,
+    SEQUENCES: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
     """Gather the stacks and other fields of the starts in `slots`, with the results of their n-step windows.
@@ -139,25 +153,25 @@ def gather_windows_kernel(
     outputs, next_outputs: of `obs` and the other fields, and of `next_obs`.
     streams:   flags, depths and rows of final observations of all steps.
     rewards:   those of all steps, and the powers of gamma.
-    stored:    (), or, of the steps of sequences, whose windows may not be whole, how many steps are stored from each
-               on: see `window_from`.
-    numbers:   outputs for reward and discount and, unless they are those of single steps, terminated and truncated.
+    numbers:   outputs for reward, discount, terminated, truncated and, of sequences, mask.
     words:     words[0] is the block of the stream by which pictures are moved; () moves none.
 
     The first STACKED of the fields are observations: frame `j` of item `i` is row `i * STACK + j` of an output.
     Programs of their `obs` and `next_obs` alternate, since most frames of the one are frames of the other: the second
     finds them in the cache. Heights and sides in LAYOUT are those of pictures that a random shift moves, 0 where it
-    does not; `span` successive items are moved alike. A program moves `together` pieces of its frames one after the
-    other, having looked up once where they lie. With HINDSIGHT `next_obs` is the final observation of every
-    ending for which one is kept. With DRAWS the first programs finish as many draws each, one for `span`
-    items: see `finish`.
+    does not; `span` successive items are moved alike. With SEQUENCES these are the steps from one start on, whose
+    windows may not be whole; each says how it ended itself. A program moves `together` pieces of its frames one after
+    the other, having looked up once where they lie. With HINDSIGHT `next_obs` is the final observation of every ending
+    for which one is kept. With DRAWS the first programs finish as many draws each, one for `span` items: see `finish`.
     """
     flags_ptr, depth_ptr, final_ptr = streams
     powers_ptr = rewards[1]
-    PARTIAL: tl.constexpr = len(stored) > 0
     batch = batch.to(tl.int64)
     num_envs = num_envs.to(tl.int64)
     steps = steps.to(tl.int64)
+    sequence = (
+        (span.to(tl.int64), per_span, num_envs, per_envs, steps, tl.load(counters_ptr + ADDED)) if SEQUENCES else ()
+    )
     ENDING: tl.constexpr = TERMINATED | TRUNCATED
     KNOWN: tl.constexpr = FINAL if HINDSIGHT else 0
     KINDS: tl.constexpr = 2
@@ -177,26 +191,23 @@ def gather_windows_kernel(
             item = row // STACK
             age = STACK - 1 - row % STACK
             # rows past the batch look at slot 0 and write nothing
-            newest = tl.load(slots_ptr + item, mask=named, other=0)
+            newest, left, ahead, first = slot_of(slots_ptr, item, named, sequence)
             depth = tl.load(depth_ptr + newest, mask=named, other=0).to(tl.int64)
             output = outputs[f]
             pooled = row < 0
             if kind == 1:
                 output = next_outputs[f]
-                left = item
-                if PARTIAL:
-                    left = tl.load(stored[0] + item, mask=named, other=0)
                 length, flag, last, _ = window_from(
-                    flags_ptr, rewards, newest, left, named, num_envs, steps, N, TOGETHER, False, PARTIAL
+                    flags_ptr, rewards, newest, left, named, num_envs, steps, N, TOGETHER, False, SEQUENCES
                 )
                 stays = ((flag & TERMINATED) != 0) & ((flag & KNOWN) == 0)
-                if PARTIAL:
+                if SEQUENCES:
                     # the observation after the window is not there, so that the last one stands in its place
                     stays = stays | ((flag & (CUT | DEAD)) != 0) | (length >= left)
                 if not NEXT_STEP:
                     final = ((flag & ENDING) == TRUNCATED) | ((flag & KNOWN) != 0)
                     stays = stays | final
-                    if PARTIAL:
+                    if SEQUENCES:
                         final = final & ((flag & FINAL) != 0)
                     # the newest frame is a kept final observation, the others are shifted by one step
                     pooled = final & (age == 0)
@@ -236,23 +247,23 @@ def gather_windows_kernel(
                 written = named[:, None] & within
                 tl.store(output + (row[:, None] * LAYOUT.widths[f] + column[None, :]), values, mask=written)
         local -= programs
-    local = gather_rows(sources, outputs, slots_ptr, batch, local, STACKED, LAYOUT)
+    local = gather_rows(sources, outputs, slots_ptr, batch, local, STACKED, LAYOUT, sequence)
     if local >= 0:
         item = local * ITEMS + tl.arange(0, ITEMS)
         live = item < batch
-        start = tl.load(slots_ptr + item, mask=live, other=0)
-        left = item
-        if PARTIAL:
-            left = tl.load(stored[0] + item, mask=live, other=0)
+        start, left, ahead, first = slot_of(slots_ptr, item, live, sequence)
         length, flag, last, reward = window_from(
-            flags_ptr, rewards, start, left, live, num_envs, steps, N, TOGETHER, True, PARTIAL
+            flags_ptr, rewards, start, left, live, num_envs, steps, N, TOGETHER, True, SEQUENCES
         )
-        terminated = (flag & TERMINATED) != 0
-        discount = tl.load(powers_ptr + length, mask=live & ~terminated, other=0.0)
-        reward_ptr, discount_ptr = numbers[0], numbers[1]
+        discount = tl.load(powers_ptr + length, mask=live & ((flag & TERMINATED) == 0), other=0.0)
+        reward_ptr, discount_ptr, terminated_ptr, truncated_ptr = numbers[0], numbers[1], numbers[2], numbers[3]
         tl.store(reward_ptr + item, reward.to(tl.float32), mask=live)
         tl.store(discount_ptr + item, discount.to(tl.float32), mask=live)
-        if len(numbers) > 2:
-            terminated_ptr, truncated_ptr = numbers[2], numbers[3]
-            tl.store(terminated_ptr + item, terminated, mask=live)
-            tl.store(truncated_ptr + item, (flag & TRUNCATED) != 0, mask=live)
+        if SEQUENCES:
+            flag = tl.load(flags_ptr + start, mask=live, other=0)
+            depth = tl.load(depth_ptr + start, mask=live, other=0).to(tl.int64)
+            # a row without a draw has none; the episode of the first step began no later than that
+            found = tl.load(sample[1] + first, mask=live, other=0) >= 0
+            tl.store(numbers[4] + item, found & (depth >= ahead) & ((flag & DEAD) == 0), mask=live)
+        tl.store(terminated_ptr + item, (flag & TERMINATED) != 0, mask=live)
+        tl.store(truncated_ptr + item, (flag & TRUNCATED) != 0, mask=live)

@@ -22,7 +22,7 @@ from gpu_replay.base import inspection
 from gpu_replay.base.state import StatefulBuffer
 from gpu_replay.batch import Batch
 from gpu_replay.engines.storage import check_live
-from gpu_replay.fields import Field
+from gpu_replay.fields import Field, flattened
 from gpu_replay.graphs.cuda_graph import WARM_UPS
 from gpu_replay.graphs.custom_ops import BatchKind
 from gpu_replay.graphs.learning_step import Learn, LearningStep
@@ -236,7 +236,8 @@ class Buffer(StatefulBuffer):
     def update_priorities(self, keys: Any, priorities: Any) -> None:
         """Give the transitions with these keys new priorities.
 
-        keys:       (m,) int64 as `batch.key`; those no longer live are ignored and counted in `stats().stale_updates`.
+        keys:       (m,) int64 as `batch.key`; those no longer live are ignored and counted in `stats().stale_updates`;
+                    -1 stands for no key.
         priorities: (m,) or (m, 1) absolute TD errors or other non-negative numbers; the sign is dropped. Of sequences
                     one for each: reduce those of the steps over time.
 
@@ -254,6 +255,39 @@ class Buffer(StatefulBuffer):
         keys, priorities, ready = validation.as_update(keys, priorities, self._device, as_array=self._on_host)
         with self._lock:
             self._sampling.update(keys, priorities, ready)
+
+    def write(self, keys: Any, **fields: Any) -> None:
+        """Replace stored values of the transitions with these keys, as of recurrent states that the network of today
+        computed anew.
+
+        keys:   (m,) int64 as `batch.key`; those no longer live are ignored and counted in `stats().stale_updates`, -1
+                stands for no key. Of a key that appears twice the last row counts.
+        fields: some of those given to the constructor, `[m, *shape]` each, in any form that `add` takes. They are
+                stored as they come: `scale` and `sample_dtype` count on their way out alone.
+
+        Priorities, the times that rows were sampled and the order of keys stay. In a trajectory buffer each observation
+        is stored once: a new `obs` is seen in the stacks, and as `next_obs`, of the steps beside it too; rewards, flags
+        and final observations stay. On CUDA it is one launch, for more than 1,024 keys two; of more than 16,384 keys an
+        interrupt (KeyboardInterrupt) may leave the first ones written there.
+
+        Raises KeyError for an unknown field, ValueError for no field, another shape, device or number of rows,
+        TypeError for a dtype that would lose values or keys that are not integers. A call that raises writes nothing.
+        """
+        given = flattened(fields, self._fields)
+        unknown = [name for name in given if name not in self._fields]
+        if unknown or not given:
+            problem = f"has unknown {', '.join(map(repr, unknown))}" if unknown else "names no field to replace"
+            raise (KeyError if unknown else ValueError)(f"write {problem}; it takes {', '.join(self._fields)}.")
+        if is_dynamo_compiling():
+            self._operators.write(keys, given)
+            return
+        checked = validation.as_keys(keys, self._device)
+        rows_of: Any = validation.host_rows if self._on_host else validation.device_rows
+        values, rows, *_ = rows_of(given, [each for each in self._checks if each[0] in given], None, self._device)
+        if rows != len(checked):
+            raise ValueError(f"write needs a row for each of {len(checked)} keys; found {rows} in its fields.")
+        with self._lock:
+            self._sampling.write(checked, values)
 
     def stats(self) -> Stats:
         """Diagnostics of this moment; on CUDA this waits for the device and reads all priorities once."""

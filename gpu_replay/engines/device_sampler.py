@@ -6,7 +6,6 @@ counters.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -17,10 +16,13 @@ from gpu_replay.engines.storage import Storage
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import make_draw
-from gpu_replay.ops.launch import allocator, per_arguments
+from gpu_replay.ops.eligibility import Streams
+from gpu_replay.ops.launch import aligned, allocator, per_arguments
 from gpu_replay.ops.priorities import DeviceMasses, make_update
 from gpu_replay.ops.rank_draw import DeviceRanks
+from gpu_replay.ops.ring import MOST_WRITTEN, make_write
 from gpu_replay.ops.weights import Finish, Gather
+from gpu_replay.ops.windows import SequenceRule
 from gpu_replay.samplers import LinearSchedule
 from gpu_replay.validation import materialized
 
@@ -56,8 +58,6 @@ class DeviceSampler:
         self._scratch: dict[int, Tensor] = {}
         self._schedule: Tensor | None = None
         self._ranks: DeviceRanks | None = None
-        # whether it draws from some of the slots, for one call
-        self._restricted = False
         # warns of flawed endings of a trajectory buffer, once, when they are more than these
         self.warn: Callable[[], None] | None = None
         self._known_flaws = 0
@@ -78,6 +78,10 @@ class DeviceSampler:
         tracks = state.tracks_eligibility
         self._updates = per_arguments(
             lambda keys, dtype: make_update(masses, state.counters, state.slots, keys, tracks_eligibility=tracks)
+        )
+        stores, fields, counters = storage.tensors, storage.fields, state.counters
+        self._writes = per_arguments(
+            lambda names, keys: make_write(stores, {name: fields[name] for name in names}, keys, counters)
         )
 
     @property
@@ -161,12 +165,6 @@ class DeviceSampler:
         if self._ranks is not None:
             self._ranks.changed(self.order.captures)
 
-    def restricted(self, allowed: Tensor) -> DeviceSampler:
-        """A sampler for one call over the allowed slots alone, (slots,) bool; a few small launches of torch."""
-        sampler = copy.copy(self)
-        sampler.state, sampler._restricted = self.state.restricted(allowed), True
-        return sampler
-
     def _kept(self, batch: int) -> tuple[Tensor, ...]:
         """Memory for slots, masses and their minima of batches of one size, which the launches of one call alone read;
         () where there are too many sizes to keep it for each.
@@ -187,6 +185,8 @@ class DeviceSampler:
         skipped: int = 0,
         shifted: bool = False,
         more: int = 0,
+        rule: SequenceRule | None = None,
+        streams: Streams | None = None,
     ) -> Sample:
         """A function of beta that samples `batch` rows, none of them from the newest `skipped` slots: 2 launches a
         call, by rank 1 and a sort before them. The last one gathers and counts; an exception before it leaves all as it
@@ -194,11 +194,12 @@ class DeviceSampler:
 
         scheduled: whether a schedule gives beta. shifted: whether words that move pictures are taken as well.
         more:      blocks of words that the gather takes after them.
+        rule, streams: as in `make_draw`.
         """
         state, base, ranks, device = self.state, self._base, self._ranks, self.device
         drawn = batch - state.sampler.newest_of(batch)
         # an order that leaves out slots is valid for one call only
-        by_rank, alone = ranks is not None and drawn > 0, skipped > 0 or self._restricted
+        by_rank, alone = ranks is not None and drawn > 0, skipped > 0
         draw, blocks, minima = make_draw(
             base.kernel or "uniform",
             state.counters,
@@ -213,6 +214,8 @@ class DeviceSampler:
             stratified=base.stratified,
             lowest_of_all=base.normalizes_over_buffer,
             replacement=base.replacement,
+            rule=rule,
+            streams=streams,
         )
         schedule = (self._schedule,) if scheduled and self._schedule is not None else ()
         gather = make_gather(Finish((self._storage.times_sampled, *schedule), blocks + more, minima))
@@ -248,3 +251,17 @@ class DeviceSampler:
                 self.order.reads((keys, priorities))
                 self.changed()
                 self._updates(keys.shape[0], priorities.dtype)(keys, priorities, ready)
+
+    def write(self, keys: Tensor, values: dict[str, Tensor]) -> None:
+        """Store rows of some fields under (m,) live keys; the last of a repeated key wins, others are counted.
+
+        1 launch, 2 for thousands of keys; of more than `MOST_WRITTEN` one after the other, the later rows last.
+        """
+        with self.order:
+            here, rows = self.moved(keys), {name: self.moved(value) for name, value in values.items()}
+            self.order.reads((here, *rows.values()))
+            for begin in range(0, here.shape[0], MOST_WRITTEN):
+                some = slice(begin, begin + MOST_WRITTEN)
+                parts = {name: value[some] for name, value in rows.items()}
+                write = self._writes(tuple(parts), len(here[some]))
+                write(here[some], parts, aligned=aligned(here, *rows.values()))

@@ -24,14 +24,14 @@ from gpu_replay.ops.eligibility import (
     endings,
     make_add_step,
     powers_of,
-    sequence_starts,
     warn_of_flaw,
 )
-from gpu_replay.ops.frames import make_gather_sequences, make_gather_windows
+from gpu_replay.ops.frames import make_gather_windows
 from gpu_replay.ops.hindsight import gather_goals, goal_blocks, make_choose_goals, put_goals
 from gpu_replay.ops.launch import allocator, per_arguments
 from gpu_replay.ops.ring import make_gather
 from gpu_replay.ops.weights import Finish, Gather
+from gpu_replay.ops.windows import SequenceRule
 from gpu_replay.validation import as_tensor
 
 if TYPE_CHECKING:
@@ -77,10 +77,12 @@ class TrajectoryDeviceEngine:
             make = partial(make_gather_windows, storage, batch, powers, counters, shifted=shifted)
             return sampling.make_sample(batch, scheduled, make, shifted=shifted)
 
-        def make_sequences(batch: int, length: int, scheduled: bool, within: DeviceSampler | None = None) -> Sample:
-            make = partial(make_gather_sequences, storage, batch, length, powers, counters, shifted=shifted)
-            skipped = (length - 1) * num_envs if within is None else 0
-            return (within or sampling).make_sample(batch, scheduled, make, skipped=skipped, shifted=shifted)
+        def make_sequences(batch: int, rule: SequenceRule, scheduled: bool) -> Sample:
+            make = partial(make_gather_windows, storage, batch, powers, counters, length=rule.length, shifted=shifted)
+            sample = partial(sampling.make_sample, batch, scheduled, make, shifted=shifted)
+            if rule.restricts:
+                return sample(rule=rule, streams=streams)
+            return sample(skipped=(rule.length - 1) * num_envs)
 
         def make_relabeled(batch: int, relabel: Hindsight, count: int, end: Finish) -> Gather:
             achieved, before = relabel.achieved_field, end.blocks - goal_blocks(count, relabel.strategy)
@@ -95,7 +97,8 @@ class TrajectoryDeviceEngine:
             def gather(slots: Tensor, words: tuple[Tensor, ...] = (), *arguments: Any) -> dict[str, Tensor]:
                 tensors, chosen = windows(slots, words), choose(slots)
                 goals = gather_goals(chosen, rows(chosen.slots)[achieved], pool, field)
-                relabel.rewrite(tensors, put_goals(tensors, chosen, goals, relabel, stack), storage.gamma)
+                shown = put_goals(tensors, chosen, goals, relabel, stack)
+                relabel.rewrite(tensors, shown, storage.singles, storage.gamma)
                 return tensors | finish(slots, words, *arguments)
 
             return gather
@@ -106,7 +109,6 @@ class TrajectoryDeviceEngine:
             per_arguments(make_sequences),
             per_arguments(make_relabeled),
         )
-        self._make_sequences = make_sequences
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
@@ -259,27 +261,13 @@ class TrajectoryDeviceEngine:
         with self.sampling.order:
             return self._samples(batch, beta is None)(beta)
 
-    def sequence_sampler(self, length: int, strict: bool, stride: int) -> tuple[DeviceSampler, int]:
-        """A sampler of only the starts that `sequence_starts` names, and their number.
+    def sample_sequences(self, batch: int, steps: tuple[int, bool, int], beta: float | None) -> dict[str, Tensor]:
+        """Draw `batch` starts of sequences, as `SequenceRule` takes `steps`, and read them; 2 launches.
 
-        Waits for the device for their number; while capturing it takes them for enough.
+        By rank 1 and a sort come first, at every call unless the rule restricts.
         """
-        sampling = self.sampling
-        with sampling.order:
-            added = sampling.counters[Counter.ADDED]
-            sampler = sampling.restricted(sequence_starts(self._storage.streams, added, length, strict, stride))
-            if sampling.capturing():
-                return sampler, self._shape.slots
-            return sampler, int((sampler.state.eligible.masses > 0).sum())
-
-    def sample_sequences(
-        self, batch: int, length: int, beta: float | None, sampler: DeviceSampler | None = None
-    ) -> dict[str, Tensor]:
-        """Draw `batch` starts whose `length` steps are stored, from `sampler` if given, and read those steps."""
         with self.sampling.order:
-            if sampler is None:
-                return self._sequences(batch, length, beta is None)(beta)
-            return self._make_sequences(batch, length, beta is None, sampler)(beta)
+            return self._sequences(batch, SequenceRule(*steps), beta is None)(beta)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The transitions from these keys; KeyError naming the first that is not live or not eligible.

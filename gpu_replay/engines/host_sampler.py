@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import copy
+from itertools import starmap
 
 import numpy as np
 import torch
@@ -15,12 +15,12 @@ from gpu_replay.engines.sampler_state import SamplerState
 from gpu_replay.engines.storage import Storage
 from gpu_replay.loops import ring as ring_loops
 from gpu_replay.loops import tree as tree_loops
-from gpu_replay.ops.counters import Counter, HostWords
+from gpu_replay.ops.counters import NO_KEY, Counter, HostWords
 from gpu_replay.ops.draw import DrawRange, draw_range, slots_in
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ranks import HostRanks
-from gpu_replay.ops.ring import plain
-from gpu_replay.samplers import HostDraw
+from gpu_replay.ops.ring import as_numpy, commit, plain, put
+from gpu_replay.samplers import Fits, HostDraw, walked
 
 _NONE = np.zeros(0, dtype=np.int64)
 
@@ -36,7 +36,7 @@ class HostSampler:
     def __init__(self, state: SamplerState, storage: Storage, seed: int) -> None:
         self.state = state
         self.counters = state.counters.numpy()
-        self.times_sampled = storage.times_sampled.numpy()
+        self.times_sampled, self._storage = storage.times_sampled.numpy(), storage
         self._base, self._tree, self.capacity = state.base, state.tree, state.slots
         self._ranks: HostRanks | None = None
         if self._base.prioritized and not self._base.summed:
@@ -87,15 +87,6 @@ class HostSampler:
         mass = self.range(self.state.eligible, skipped).mass
         return mass if self.state.eligible_tree is not None else min(mass, 1)
 
-    def restricted(self, allowed: Tensor) -> tuple[HostSampler, int]:
-        """A sampler for one call over the allowed slots alone, (slots,) bool, and the number of eligible ones."""
-        sampler = copy.copy(self)
-        sampler.state = self.state.restricted(allowed)
-        sampler._tree = sampler.state.tree
-        if self._ranks is not None:
-            sampler._ranks = self._ranks.restricted(sampler.state.masses.arrays[0][: self.capacity])
-        return sampler, int(np.count_nonzero(sampler.state.eligible.arrays[0]))
-
     # what samplers draw from
 
     @property
@@ -105,7 +96,7 @@ class HostSampler:
 
     @property
     def masses(self) -> MassTree:
-        """The tree of masses, or of those that a call is restricted to."""
+        """The tree of masses."""
         return self.state.masses
 
     @property
@@ -126,16 +117,19 @@ class HostSampler:
 
     # sampling
 
-    def draw(self, batch: int, beta: float | None, skipped: int = 0) -> HostDraw:
-        """Draw `batch` slots, none of them among the newest `skipped`, by `random` from the counter's block on."""
+    def draw(self, batch: int, beta: float | None, skipped: int = 0, fits: Fits = None) -> HostDraw:
+        """Draw `batch` slots, none of them among the newest `skipped`, by `random` from the counter's block on.
+
+        fits: which slots may be drawn. Raises TooFewWindows where there are not enough.
+        """
         self.random.block = self.counters.item(Counter.RANDOM)
         newest = self.state.sampler.newest_of(batch)
         if not newest:
-            return self._base.draw(self, batch, beta, skipped)
-        slots, sure = self._newest(newest, skipped), np.ones(newest, dtype=np.float32)
+            return self._base.draw(self, batch, beta, skipped, fits)
+        slots, sure = self._newest(newest, skipped, fits), np.ones(newest, dtype=np.float32)
         if newest == batch:
             return HostDraw(slots, sure, sure.copy())
-        drawn = self._base.draw(self, batch - newest, beta, skipped)
+        drawn = self._base.draw(self, batch - newest, beta, skipped, fits)
         return HostDraw(*map(np.concatenate, zip(drawn, (slots, sure, sure), strict=True)))
 
     def finish(self, tensors: dict[str, Tensor], draw: HostDraw) -> dict[str, Tensor]:
@@ -151,13 +145,18 @@ class HostSampler:
         self._finish(slots, self.random.block, self.counters, self.times_sampled, keys)
         return tensors
 
-    def _newest(self, count: int, skipped: int) -> np.ndarray:
+    def _newest(self, count: int, skipped: int, fits: Fits) -> np.ndarray:
         """The slots of the `count` newest keys that can be drawn."""
         if not self.state.tracks_eligibility:
             added = self.counters.item(Counter.ADDED)
             return np.arange(added - count, added) % self.capacity
-        eligible = self.range(self.state.eligible, skipped, by_key=True)
-        return slots_in(self.state.eligible, eligible, np.arange(eligible.mass - count, eligible.mass))
+        tree = self.state.eligible
+        within = self.range(tree, skipped, by_key=True)
+
+        def back_from(first: int, some: int) -> np.ndarray:
+            return slots_in(tree, within, np.arange(within.mass - first - 1, within.mass - first - 1 - some, -1))
+
+        return (back_from(0, count) if fits is None else walked(count, within.mass, fits, back_from))[::-1].copy()
 
     # update
 
@@ -168,7 +167,19 @@ class HostSampler:
         # the last line of each branch changes all that changes: an exception comes before it or after
         if self._tree is None:
             first, added = self.span()
-            self.counters[Counter.STALE] += np.count_nonzero((keys < first) | (keys >= added))
+            self.counters[Counter.STALE] += np.count_nonzero(((keys < first) | (keys >= added)) & (keys != NO_KEY))
         else:
             contiguous, numbers = plain(keys), self.state.rule.numbers(priorities)
             tree_loops.update.compiled()(contiguous, numbers, *self._update_arguments)
+
+    def write(self, keys: Tensor, values: dict[str, np.ndarray]) -> None:
+        """Store rows of some fields under (m,) live keys; the last of a repeated key wins, others are counted."""
+        array, (first, added) = keys.numpy(), self.span()
+        live = (array >= first) & (array < added)
+        stale = self.counters.item(Counter.STALE) + np.count_nonzero(~live & (array != NO_KEY))
+        # NumPy does not promise which of several values stays in one place
+        backwards = np.flatnonzero(live)[::-1]
+        slots, places = np.unique(array[backwards] % self.capacity, return_index=True)
+        rows, stores = backwards[places], self._storage.tensors
+        writes = [(as_numpy(stores[name]), slots, value[rows]) for name, value in values.items()]
+        commit(None, starmap(put, [*writes, (self.counters, Counter.STALE, stale)]))

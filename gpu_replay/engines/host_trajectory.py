@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain, repeat, starmap
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,12 @@ from gpu_replay.loops.goals import choose_goals
 from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import PERMUTATION_WORDS, permuted_ranks
-from gpu_replay.ops.eligibility import Flag, GivenFinals, endings, powers_of, sequence_starts
+from gpu_replay.ops.eligibility import Flag, GivenFinals, endings, powers_of
 from gpu_replay.ops.frames import FrameStore, gather_stacks, shift_pictures, shifts_from
 from gpu_replay.ops.hindsight import HostGoals, Strategy, goal_words
 from gpu_replay.ops.ring import as_numpy, gather_rows, parts_of, put
 from gpu_replay.ops.steps import NONE_KEPT, HostSteps
-from gpu_replay.ops.windows import HostWindows, Windows
+from gpu_replay.ops.windows import HostWindows, SequenceRule, Windows
 
 if TYPE_CHECKING:
     from gpu_replay.hindsight import Hindsight
@@ -172,20 +173,17 @@ class TrajectoryHostEngine:
         chosen = self._goals_of(slots, count, relabel.strategy)
         ring, pool = as_numpy(storage.tensors[achieved]), self._pools.get(achieved)
         goals = chosen.gather(ring, pool, storage.fields[relabel.desired_field])
-        relabel.rewrite(tensors, chosen.put(tensors, goals, relabel, self._shape.stack), storage.gamma)
+        shown = chosen.put(tensors, goals, relabel, self._shape.stack)
+        relabel.rewrite(tensors, shown, storage.singles, storage.gamma)
 
-    def sequence_sampler(self, length: int, strict: bool, stride: int) -> tuple[HostSampler, int]:
-        """A sampler of only the starts that `sequence_starts` names, and their number."""
-        added = self.sampling.counters.item(Counter.ADDED)
-        return self.sampling.restricted(sequence_starts(self._streams, added, length, strict, stride))
-
-    def sample_sequences(
-        self, batch: int, length: int, beta: float | None, sampler: HostSampler | None = None
-    ) -> dict[str, Tensor]:
-        """Draw `batch` starts whose `length` steps are stored, from `sampler` if given, and read those steps."""
-        sampling, skipped = sampler or self.sampling, 0 if sampler else (length - 1) * self._shape.num_envs
-        drawn = sampling.draw(batch, beta, skipped)
-        return self.sampling.finish(self._sequences(drawn.slots, length, self._shifts(batch)), drawn)
+    def sample_sequences(self, batch: int, steps: tuple[int, bool, int], beta: float | None) -> dict[str, Tensor]:
+        """Draw `batch` starts of sequences, as `SequenceRule` takes `steps`, and read them."""
+        rule = SequenceRule(*steps)
+        fits, skipped = None, (rule.length - 1) * self._shape.num_envs
+        if rule.restricts:
+            fits, skipped = partial(self._windows.fit, rule, self.sampling.counters.item(Counter.ADDED)), 0
+        drawn = self.sampling.draw(batch, beta, skipped, fits)
+        return self.sampling.finish(self._sequences(drawn.slots, rule.length, self._shifts(batch)), drawn)
 
     def _shifts(self, batch: int) -> np.ndarray | None:
         """(batch, 4) random shifts of images, or None without augmentation."""
@@ -228,9 +226,8 @@ class TrajectoryHostEngine:
         out = self._contents(flat, self._windows.at(flat, left), moved)
         out = {name: value.reshape(batch, length, *value.shape[1:]) for name, value in out.items()}
         flags = self._flags.take(slots)
-        ended = flags & (Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT) != 0
-        mask = np.ones((batch, length), dtype=bool)
-        np.logical_not(np.logical_or.accumulate(ended[:, :-1], axis=1), out=mask[:, 1:])
+        # the episode of the first step began no later than that
+        mask = (self._streams.depth.numpy().take(slots) >= ahead) & (flags & Flag.DEAD == 0)
         return out | endings(torch.from_numpy(flags)) | {"mask": torch.from_numpy(mask)}
 
     def _goals_of(self, slots: np.ndarray, count: int, strategy: Strategy) -> HostGoals:

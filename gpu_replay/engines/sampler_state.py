@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
-from torch import Tensor
 
 from gpu_replay.loops.ring import FIXED, LARGEST_EVER, LARGEST_STORED
 from gpu_replay.ops._backend import Backend
@@ -130,18 +127,3 @@ class SamplerState:
             self.eligible_tree.build()
         if self.tracks_eligibility:
             self.counters[Counter.ELIGIBLE] = int((self.eligible.masses > 0).sum())
-
-    def restricted(self, allowed: Tensor) -> SamplerState:
-        """A state for one draw, in which no other slots than the allowed, (slots,) bool, can be drawn.
-
-        The counters are these, the trees its own.
-        """
-        state = copy.copy(self)
-        if self.tree is not None:
-            state.tree = tree_of(self.base, self.slots, allowed.device, self.tree.backend)
-        if self.eligible_tree is not None:
-            state.eligible_tree = MassTree(self.slots, allowed.device, self.eligible_tree.backend)
-        for tree, full in zip(state.trees, self.trees, strict=True):
-            tree.masses.copy_(torch.where(allowed, full.masses, 0))
-            tree.build()
-        return state

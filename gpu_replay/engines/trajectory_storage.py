@@ -170,7 +170,7 @@ def stream_batch(fields: Mapping[str, Field], stack: int, *, sequences: bool = F
 class TrajectoryStorage(Storage):
     """The fields and rewards of every stored step, its flags and depth, and final observations.
 
-    observations: names of the fields that are stacked.
+    observations: names of the fields that are stacked; `singles`: of the others that were given.
     finals:       for each of them the (shape.finals, *field.shape) kept final observations.
     """
 
@@ -185,6 +185,7 @@ class TrajectoryStorage(Storage):
         self.gamma, self.padding, self.random_shift = settings.gamma, settings.padding, settings.random_shift
         self.relabel = settings.relabel
         self.observations = observation_names(fields)
+        self.singles = tuple([name for name in fields if name not in self.observations])
         self.streams = Streams(shape, device)
         self.finals: dict[str, Tensor] = {}
         if shape.finals:

@@ -1,8 +1,8 @@
 """The buffers' calls as custom operators, so that `torch.compile(fullgraph=True)` takes a whole learning step.
 
-Compiled code sees `add`, `sample`, `sample_sequences` and `update_priorities` as one operator each: it knows what they
-return and never looks inside. When it runs they make the very calls that eager code makes, locks, checks and kernels
-included.
+Compiled code sees `add`, `sample`, `sample_sequences`, `update_priorities` and `write` as one operator each: it knows
+what they return and never looks inside. When it runs they make the very calls that eager code makes, locks, checks and
+kernels included.
 
 The storage of a buffer is not an argument of its operators. A compiler may copy an argument that is written and put the
 copy back afterwards: that would copy gigabytes, and lose the rows that another thread added meanwhile. All that
@@ -103,12 +103,13 @@ class Operators:
     def add(self, fields: Mapping[str, Any], priority: Any) -> Tensor:
         """The buffer's `add`; every field is a tensor or an array."""
         flat = flattened(fields) if any(isinstance(value, (dict, Batch)) for value in fields.values()) else fields
-        values = [_tensor(name, value) for name, value in flat.items()]
         priorities = None if priority is None else _tensor("priority", priority)
-        # names may hold commas
-        names = ",".join(name.replace("%", "%25").replace(",", "%2C") for name in flat)
-        keys: Tensor = _ADD(self.token, self.name, names, values, priorities)
+        keys: Tensor = _ADD(self.token, self.name, *_columns(flat), priorities)
         return keys
+
+    def write(self, keys: Any, fields: Mapping[str, Any]) -> None:
+        """The buffer's `write`, of tensors or arrays."""
+        _WRITE(self.token, self.name, _tensor("keys", keys), *_columns(fields))
 
     def sample(
         self,
@@ -129,6 +130,16 @@ class Operators:
     def update(self, keys: Any, priorities: Any) -> None:
         """The buffer's `update_priorities`, of tensors or arrays."""
         _UPDATE(self.token, self.name, _tensor("keys", keys), _tensor("priorities", priorities))
+
+
+def _columns(fields: Mapping[str, Any]) -> tuple[str, list[Tensor]]:
+    """The names of fields in one text, since names may hold commas, and their values."""
+    names = ",".join(name.replace("%", "%25").replace(",", "%2C") for name in fields)
+    return names, [_tensor(name, value) for name, value in fields.items()]
+
+
+def _named(names: str, values: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(map(unquote, names.split(",")), values, strict=True)) if names else {}
 
 
 def _tensor(name: str, value: Any) -> Tensor:
@@ -163,12 +174,15 @@ def _buffer_named(name: str) -> Any:
 
 
 def _add(token: Tensor, buffer: str, names: str, values: Sequence[Tensor], priority: Tensor | None) -> Tensor:
-    fields = dict(zip(map(unquote, names.split(",")), values, strict=True)) if names else {}
-    replay = _buffer_named(buffer)
+    fields, replay = _named(names, values), _buffer_named(buffer)
     if any(name in fields and fields[name].dim() == len(field.shape) for name, field in replay.fields.items()):
         raise ValueError("inside torch.compile every value of add has its leading axis: give value[None].")
     keys: Tensor = replay.add(priority=priority, **fields)
     return keys
+
+
+def _write(token: Tensor, buffer: str, keys: Tensor, names: str, values: Sequence[Tensor]) -> None:
+    _buffer_named(buffer).write(keys, **_named(names, values))
 
 
 def _add_fake(token: Tensor, buffer: str, names: str, values: Sequence[Tensor], priority: Tensor | None) -> Tensor:
@@ -226,6 +240,9 @@ def _parted(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 _ADD = _define(
     "add(Tensor(a!) token, str buffer, str names, Tensor[] values, Tensor? priority) -> Tensor", _add, _add_fake
+)
+_WRITE = _define(
+    "write(Tensor(a!) token, str buffer, Tensor keys, str names, Tensor[] values) -> ()", _write, lambda *_: None
 )
 _UPDATE = _define(
     "update_priorities(Tensor(a!) token, str buffer, Tensor keys, Tensor priorities) -> ()", _update, lambda *_: None

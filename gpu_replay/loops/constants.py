@@ -15,7 +15,7 @@ class Counter:
     STEP = 3  # samples drawn, the position of the beta schedule
     MAX_MASS = 4  # largest mass ever given, 0 before any
     PENDING_MAX_MASS = 5  # largest mass seen by the launch in progress, 0 between launches
-    STALE = 6  # priority updates of keys that were not live
+    STALE = 6  # updates and writes of keys that were not live
     REJECTED = 7  # non-finite priorities
     SATURATED = 8  # priorities whose mass was cut to the limit
     SEED = 9  # seed of the Philox stream, 64 bits
@@ -40,6 +40,8 @@ class Flag:
 
 # the smallest mass of an empty set
 NO_MASS = 2**63 - 1
+# stands for no key where keys are given; no transition has it
+NO_KEY = -1
 # stored instead of an extreme of a block of leaves that must be recomputed
 DIRTY = -1
 # log2 of the children of a node of a tree on the host

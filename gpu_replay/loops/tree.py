@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from gpu_replay.loops.compiling import inner, loop
-from gpu_replay.loops.constants import DIRTY, NO_MASS, SHIFT, Counter
+from gpu_replay.loops.constants import DIRTY, NO_KEY, NO_MASS, SHIFT, Counter
 
 _ADDED, _FIRST, _STALE = Counter.ADDED, Counter.FIRST, Counter.STALE
 _SATURATED, _MAX_MASS = Counter.SATURATED, Counter.MAX_MASS
@@ -161,7 +161,7 @@ def update(
     for row in range(batch):
         key = keys[row]
         if key < first or key >= added:
-            stale += 1
+            stale += key != NO_KEY
             continue
         slot = key - lap
         slot -= capacity if slot >= capacity else 0

@@ -95,6 +95,26 @@ def windows(
         terminated[row], truncated[row] = over, cut
 
 
+@loop("(int64[::1], uint8[::1], int32[::1], int64, int64, int64, boolean, int64, boolean[::1])")
+def fitting(starts, flags, depth, added, num_envs, length, strict, stride, fits):
+    """Which of (B,) eligible starts may begin a sequence of `length` steps.
+
+    added:  the next key. strict: whether no step but the last may end an episode: then all are of that of the last one.
+    stride: what the number of the first step must be a multiple of.
+    fits:   (B,) bool, to be filled.
+    """
+    capacity, ahead = flags.size, (length - 1) * num_envs
+    head = added % capacity
+    for row in range(starts.size):
+        slot = starts[row]
+        key = added - head + slot - (capacity if slot >= head else 0)
+        last = slot + ahead - (capacity if slot + ahead >= capacity else 0)
+        fit = key + ahead < added and key // num_envs % stride == 0
+        if strict:
+            fit = fit and depth[last] >= length - 1 and flags[last] & _DEAD == 0
+        fits[row] = fit
+
+
 def _gather_stacks(ring, pool, plan, begin, end, first, out):
     """Copy the frames of the windows from `begin` to `end` to where the plan says.
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_replay.loops.constants import NO_KEY as NO_KEY
 from gpu_replay.loops.constants import NO_MASS as NO_MASS
 from gpu_replay.loops.constants import Counter as Counter
 

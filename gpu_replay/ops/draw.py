@@ -10,6 +10,10 @@ Starts of a trajectory buffer: a tree of ones beside the tree of masses makes a 
 among the eligible starts is a target in its total. Rotated by the mass before the oldest slot, targets run from the
 oldest key to the newest, so that leaving out the newest steps means drawing below a smaller total.
 
+Starts that must fit a rule: a row whose start does not is drawn again from all mass, by words of its own, so that rows
+keep the proportions of their masses and no total of what fits is needed. Without replacement, and for the newest, the
+rows are the first that fit on a walk along the permutation, or back from the newest.
+
 Uniformly, without replacement: row `i` of a batch is the image of `i` under a random permutation of the stored
 transitions: a Feistel network over a rectangle that just covers them, walked on until the image falls inside. It costs
 O(B) whatever is stored, needs no memory, and gives the same integers everywhere. Luby and Rackoff 1988; Black and
@@ -20,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +33,10 @@ from torch import Tensor
 from gpu_replay.loops import random as random_loops
 from gpu_replay.loops import tree as tree_loops
 from gpu_replay.ops.counters import NO_MASS, blocks_for
+from gpu_replay.ops.eligibility import Streams
 from gpu_replay.ops.launch import Launch, per_program, reciprocal
 from gpu_replay.ops.mass_tree import MassTree, make_extreme
+from gpu_replay.ops.windows import SequenceRule
 
 
 class DrawRange(NamedTuple):
@@ -109,11 +115,6 @@ def draw_by_mass(
     return MassDraw(*out, tree_loops.draw.compiled()(flat, starts, low, doubles, stratified, of_all, *within, *out))
 
 
-def importance_weights(masses: np.ndarray, lowest: int, beta: float) -> np.ndarray:
-    """(lowest / mass) ** beta as (B,) float32: (N * P) ** -beta over the largest that it could be."""
-    return weights_of(lowest / masses, beta)
-
-
 def weights_of(ratio: np.ndarray, beta: float) -> np.ndarray:
     """ratio ** beta as (B,) float32, of (B,) float64 ratios, which are overwritten."""
     np.log2(ratio, ratio)
@@ -144,19 +145,23 @@ def slots_of(ages: np.ndarray, first: int, capacity: int) -> np.ndarray:
     return slots
 
 
-def permuted_ranks(count: int, batch: int, words: np.ndarray, begin: int = 0, size: int = 2**62) -> np.ndarray:
-    """The first `batch` places of a random permutation of [0, count), count < 2**31.
+def permuted_ranks(count: int, batch: int, words: np.ndarray, first: int = 0) -> np.ndarray:
+    """The `batch` places from the first on of a random permutation of [0, count), count < 2**31.
 
     words:   (PERMUTATION_WORDS,) uint64, the only source of randomness.
-    begin:   what places are counted from, around a ring of `size`.
-    returns: (batch,) int64, distinct; batch <= count.
+    returns: (batch,) int64, distinct; first + batch <= count.
     """
     # the sides of a rectangle that just covers them
     wide = math.isqrt(count - 1) + 1
     sides = wide, -(-count // wide)
     ranks, taken = np.empty(batch, dtype=np.int64), 2 * ROUNDS if count >= FEW else PERMUTATION_WORDS
-    random_loops.permuted_ranks.compiled()(count, begin, size, *sides, words[:taken].view(np.int64), ranks)
+    random_loops.permuted_ranks.compiled()(count, first, *sides, words[:taken].view(np.int64), ranks)
     return ranks
+
+
+# rows of a batch that do not fit are drawn again so often at most; on the host the words of one more draw are kept for
+# those that are still missing then
+REDRAWS = 64
 
 
 def slots_at(tree: MassTree, targets: Tensor) -> Tensor:
@@ -211,6 +216,8 @@ def make_draw(
     stratified: bool = True,
     lowest_of_all: bool = False,
     replacement: bool = False,
+    rule: SequenceRule | None = None,
+    streams: Streams | None = None,
 ) -> tuple[Callable[..., None], int, int]:
     """Device: a function that draws `drawn` rows and takes the newest for the rest of the batch, by one launch; the
     blocks of random words that it takes, and how many minima of masses it leaves.
@@ -224,8 +231,9 @@ def make_draw(
     tracks_eligibility: whether stored slots exist that cannot be drawn.
     skipped: slots of the newest keys that are left out; less than all.
     shifted: whether `batch` random words are taken after the draw's own.
+    rule:    that starts must fit, in a buffer of these streams; those that do not are drawn again.
     """
-    from gpu_replay.kernels.draw import draw_kernel
+    from gpu_replay.kernels.draw import draw_kernel, draw_sequences_kernel
 
     by_priority = by != "uniform" and drawn > 0
     if not by_priority:
@@ -242,32 +250,50 @@ def make_draw(
     # none where all rows are the newest
     own = blocks_for(PERMUTATION_WORDS if drawn and not (by_priority or replacement) else drawn)
     # a draw a thread; programs of one warp where it searches, so that a small batch spreads over a GPU
-    searches = by != "uniform" or tracks_eligibility
+    searches = by != "uniform" or (tracks_eligibility and rule is None)
     draws = per_program(32 if searches else 128, batch, interpreted)
-    programs = -(-batch // draws)
-    launch = Launch(
-        draw_kernel,
-        programs,
-        levels=levels,
-        starts=newest,
-        counters_ptr=counters,
-        drawn=drawn,
-        batch=batch,
-        capacity=capacity,
-        skipped=skipped,
-        per_drawn=reciprocal(max(drawn, 1)),
-        per_capacity=reciprocal(capacity),
-        blocks_drawn=own,
-        num_warps=1 if searches else 4,
-        BY=by,
-        DRAWS=draws,
-        DIGITS=digits_for(capacity) if by == "rank" else 0,
-        STRATIFIED=by_priority and stratified,
-        REPLACEMENT=replacement,
-        SKIPS=skipped > 0,
-        LOWEST_OF_ALL=by_priority and lowest_of_all,
-    )
-    blocks, minima = own + blocks_for(batch if shifted else 0), programs if by_priority else 0
+    programs, blocks = -(-batch // draws), own
+    shared: dict[str, Any] = {"levels": levels, "counters_ptr": counters, "drawn": drawn, "batch": batch}
+    shared |= {"capacity": capacity, "per_drawn": reciprocal(max(drawn, 1)), "per_capacity": reciprocal(capacity)}
+    shared |= {"num_warps": 1 if searches else 4, "BY": by, "DRAWS": draws}
+    shared |= {"DIGITS": digits_for(capacity) if by == "rank" else 0}
+    shared |= {"STRATIFIED": by_priority and stratified, "LOWEST_OF_ALL": by_priority and lowest_of_all}
+    if rule is None or streams is None:
+        launch = Launch(
+            draw_kernel,
+            programs,
+            **shared,
+            starts=newest,
+            skipped=skipped,
+            blocks_drawn=own,
+            REPLACEMENT=replacement,
+            SKIPS=skipped > 0,
+        )
+    else:
+        walks = not (by_priority or replacement)
+        # all places of the stream that a sample on the host may take
+        blocks, envs = own if walks else own * (2 + REDRAWS), streams.shape.num_envs
+        programs = min(1, drawn) if walks else -(-drawn // draws)
+        launch = Launch(
+            draw_sequences_kernel,
+            programs + (drawn < batch),
+            **shared,
+            starts=starts.levels if starts is not None and (walks or drawn < batch) else (),
+            streams=(streams.depth, streams.flags),
+            ahead=(rule.length - 1) * envs,
+            between=rule.length - 1,
+            envs=envs,
+            stride=rule.stride,
+            per_envs=reciprocal(envs),
+            per_stride=reciprocal(rule.stride),
+            blocks_drawn=blocks,
+            blocks_once=own,
+            drawing=programs,
+            WALKS=walks,
+            STRICT=rule.strict,
+        )
+    minima = programs if by_priority else 0
+    blocks += blocks_for(batch if shifted else 0)
     if by != "mass" or not lowest_of_all or tree is None:
         return launch, blocks, minima
     find_lowest = make_extreme(tree, counters, low=True)

@@ -145,30 +145,6 @@ class GivenFinals(NamedTuple):
     place: np.ndarray
 
 
-def sequence_starts(streams: Streams, added: Tensor | int, length: int, strict: bool, stride: int) -> Tensor:
-    """(slots,) bool, where sequences of `length` steps may begin that are all stored.
-
-    added:  transitions added so far. strict: whether no step but the last may end an episode.
-    stride: what the number of the step must be a multiple of.
-    """
-    steps, envs, device = streams.shape.steps, streams.shape.num_envs, streams.flags.device
-    age = torch.arange(steps, device=device)
-    # in the order of time: the row of the next step holds the oldest one
-    rows = (added // envs + age) % steps
-    chosen = (age <= steps - length) & ((added // envs - steps + age) % stride == 0)
-    allowed = chosen[:, None].repeat(1, envs)
-    if strict and 1 < length <= steps:
-        flags = streams.flags.view(steps, envs)[rows]
-        over = flags & (Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT) != 0
-        ended = torch.cumsum(over, dim=0, dtype=torch.int32)
-        # as many endings up to the last step but one as before the first
-        allowed[0] &= ended[length - 2] == 0
-        allowed[1 : steps - length + 1] &= ended[length - 1 : steps - 1] == ended[: steps - length]
-    result = torch.empty_like(allowed)
-    result[rows] = allowed
-    return result.view(-1)
-
-
 def powers_of(gamma: float, n_step: int) -> np.ndarray:
     """(n_step + 1,) float64: gamma ** 0 to gamma ** n_step, each the product of the one before and gamma."""
     powers = np.full(n_step + 1, gamma)

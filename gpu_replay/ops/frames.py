@@ -6,7 +6,7 @@ began later: then it is the episode's first frame ("reset") or zeros ("zero").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -16,17 +16,14 @@ from torch import Tensor
 from gpu_replay.fields import Field
 from gpu_replay.loops.windows import gather_bytes, gather_words
 from gpu_replay.ops.batch_memory import LARGE, BatchMemory
-from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.eligibility import Flag, Streams, endings
+from gpu_replay.ops.eligibility import Streams
 from gpu_replay.ops.frame_tiles import moved_frames
-from gpu_replay.ops.launch import Launch, allocator
+from gpu_replay.ops.launch import Launch, allocator, reciprocal
 from gpu_replay.ops.ring import as_numpy, as_sampled, tensor_of
 from gpu_replay.ops.weights import READ, Finish, Gather, weight_programs
 
 # bytes of a piece that is gathered and converted while it is in the cache
 _PIECE = 2**21
-# after such a step others are of another episode
-_ENDS = Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT
 
 
 class FrameStore(NamedTuple):
@@ -153,64 +150,81 @@ class StepStore(Protocol):
 
 
 def make_gather_windows(
-    storage: StepStore, batch: int, powers: Tensor, counters: Tensor, finish: Finish = READ, *, shifted: bool = False
+    storage: StepStore,
+    batch: int,
+    powers: Tensor,
+    counters: Tensor,
+    finish: Finish = READ,
+    *,
+    length: int = 0,
+    shifted: bool = False,
 ) -> Gather:
     """Device: all that a batch holds of the eligible starts in (B,) slots; one launch a call. With `finish` it also
     ends their sample.
 
     powers:  (n_step + 1,) float64 of gamma, as `powers_of` gives them.
+    length:  of sequences, [B, length, ...]: steps with a window each, and the mask of those of the first one's episode;
+             0 of windows alone.
     shifted: whether pictures are moved, by B words of the random stream.
     """
-    new = _allocators(_output_specs(storage, batch), counters.device)
-    launch = _make_launch(storage, batch, powers, counters, 1, finish, shifted=shifted)
+    from gpu_replay.kernels.windows import gather_windows_kernel
+
+    streams, device, span = storage.streams, counters.device, max(1, length)
+    interpreted, shape, stacked = device.type == "cpu", streams.shape, len(storage.observations)
+    apart = {*storage.observations, "reward"}
+    names = [*storage.observations, *(name for name in storage.fields if name not in apart)]
+    fields = tuple(storage.fields[name] for name in names)
+    moved = moved_frames(fields, stacked, batch * span, shape.stack, shifted, interpreted)
+    layout, together, items, programs, warps = moved
+    weights, draws = weight_programs(batch if finish.counted else 0, interpreted)
+    next_names = [f"next_{name}" for name in storage.observations]
+    results = ["reward", "discount", "terminated", "truncated", *(["mask"] if length else [])]
+    launch = Launch(
+        gather_windows_kernel,
+        weights + programs,
+        sources=tuple(storage.tensors[name] for name in names),
+        pools=tuple(storage.finals[name] for name in storage.observations) if shape.finals else (),
+        streams=(streams.flags, streams.depth, streams.final),
+        rewards=(storage.tensors["reward"], powers),
+        counters_ptr=counters,
+        counted=finish.counted,
+        minima=finish.minima,
+        blocks_drawn=finish.blocks,
+        batch=batch * span,
+        num_envs=shape.num_envs,
+        steps=shape.steps,
+        span=span,
+        per_span=reciprocal(span),
+        per_envs=reciprocal(shape.num_envs),
+        together=together,
+        num_warps=warps,
+        STACKED=stacked,
+        LAYOUT=layout,
+        ITEMS=items,
+        STACK=shape.stack,
+        N=shape.n_step,
+        TOGETHER=min(shape.n_step, 8),
+        NEXT_STEP=shape.next_step,
+        ZERO=storage.padding == "zero",
+        RANDOM_SHIFT=storage.random_shift if shifted else 0,
+        HINDSIGHT=shape.hindsight,
+        SEQUENCES=length > 0,
+        DRAWS=draws,
+        # a product of the sum of rewards is rounded before it is added, as on the host
+        enable_fp_fusion=False,
+    )
+    outputs = window_outputs(storage.fields, storage.observations, shape.stack)
+    outputs |= {"mask": (torch.bool, ())} if length else {}
+    rows = (batch, length) if length else (batch,)
+    new = [(name, allocator((*rows, *sides), dtype, device)) for name, (dtype, sides) in outputs.items()]
 
     def gather(
         slots: Tensor, words: tuple[Tensor, ...] = (), sample: tuple[Tensor, ...] = (), beta: float = 0.0
     ) -> dict[str, Tensor]:
         out = {name: make() for name, make in new}
-        launch(out, slots, (), words, sample, beta)
+        frames, after = tuple([out[name] for name in names]), tuple([out[name] for name in next_names])
+        launch(frames, after, tuple([out[name] for name in results]), slots, words, sample, beta)
         return out
-
-    return gather
-
-
-def make_gather_sequences(
-    storage: StepStore,
-    batch: int,
-    length: int,
-    powers: Tensor,
-    counters: Tensor,
-    finish: Finish = READ,
-    *,
-    shifted: bool,
-) -> Gather:
-    """Device: `length` steps from each of (B,) slots on, [B, length, ...], with the windows of each, and the mask of
-    those of its episode.
-
-    powers, finish, shifted: as in `make_gather_windows`. Besides one launch for the values a few small ones of torch
-    find slots and mask.
-    """
-    shape, device, all_flags = storage.streams.shape, counters.device, storage.streams.flags
-    envs, rows = shape.num_envs, (batch, length)
-    # how single steps ended, their flags say
-    specs = [spec for spec in _output_specs(storage, *rows) if spec[0] not in ("terminated", "truncated")]
-    new = _allocators(specs, device)
-    launch = _make_launch(storage, batch * length, powers, counters, length, finish, shifted=shifted)
-
-    def gather(
-        starts: Tensor, words: tuple[Tensor, ...] = (), sample: tuple[Tensor, ...] = (), beta: float = 0.0
-    ) -> dict[str, Tensor]:
-        slots = (starts[:, None] + torch.arange(0, length * envs, envs, device=device)) % shape.slots
-        # steps that are stored after each: the newest one lies before the next
-        left = (counters[Counter.ADDED] - 1 - starts) // envs % shape.steps
-        left = left[:, None] + torch.arange(1, 1 - length, -1, device=device)
-        flags = all_flags.take(slots)
-        # a step belongs to the first episode while none before it ended
-        ends = flags & _ENDS
-        mask = ends.cumsum(dim=1) == ends
-        out = {name: make() for name, make in new}
-        launch(out, slots.view(-1), (left.view(-1),), words, sample, beta)
-        return {**out, **endings(flags), "mask": mask}
 
     return gather
 
@@ -226,83 +240,3 @@ def window_outputs(
     after = {f"next_{name}": output for name, output in stacks.items()}
     number, flag = (torch.float32, ()), (torch.bool, ())
     return {**stacks, **singles, "reward": number, **after, "discount": number, "terminated": flag, "truncated": flag}
-
-
-# a tensor that is made for each batch: its name, shape and dtype
-OutputSpec = tuple[str, tuple[int, ...], torch.dtype]
-
-
-def _output_specs(storage: StepStore, *batch: int) -> list[OutputSpec]:
-    """The specs of all that a batch of windows holds."""
-    outputs = window_outputs(storage.fields, storage.observations, storage.streams.shape.stack)
-    return [(name, (*batch, *sides), dtype) for name, (dtype, sides) in outputs.items()]
-
-
-def _allocators(specs: Iterable[OutputSpec], device: torch.device) -> list[tuple[str, Callable[[], Tensor]]]:
-    """What makes tensors of these specs, by name."""
-    return [(name, allocator(shape, dtype, device)) for name, shape, dtype in specs]
-
-
-def _make_launch(
-    storage: StepStore,
-    batch: int,
-    powers: Tensor,
-    counters: Tensor,
-    span: int,
-    finish: Finish,
-    *,
-    shifted: bool,
-) -> Callable[..., None]:
-    """A function that fills outputs of windows, by name. It takes the outputs, the slots of their starts, the steps
-    that are stored from each start on where windows may not be whole, or (), and the other arguments of a `Gather`.
-
-    span: items that are moved alike, and that have one weight.
-    """
-    from gpu_replay.kernels.windows import gather_windows_kernel
-
-    streams, interpreted = storage.streams, counters.device.type == "cpu"
-    shape, stacked = streams.shape, len(storage.observations)
-    apart = {*storage.observations, "reward"}
-    names = [*storage.observations, *(name for name in storage.fields if name not in apart)]
-    fields = tuple(storage.fields[name] for name in names)
-    layout, together, items, programs, warps = moved_frames(fields, stacked, batch, shape.stack, shifted, interpreted)
-    weights, draws = weight_programs(batch // span if finish.counted else 0, interpreted)
-    next_names = [f"next_{name}" for name in storage.observations]
-    results = "reward", "discount", "terminated", "truncated"
-    launch = Launch(
-        gather_windows_kernel,
-        weights + programs,
-        sources=tuple(storage.tensors[name] for name in names),
-        pools=tuple(storage.finals[name] for name in storage.observations) if shape.finals else (),
-        streams=(streams.flags, streams.depth, streams.final),
-        rewards=(storage.tensors["reward"], powers),
-        counters_ptr=counters,
-        counted=finish.counted,
-        minima=finish.minima,
-        blocks_drawn=finish.blocks,
-        batch=batch,
-        num_envs=shape.num_envs,
-        steps=shape.steps,
-        span=span,
-        together=together,
-        num_warps=warps,
-        STACKED=stacked,
-        LAYOUT=layout,
-        ITEMS=items,
-        STACK=shape.stack,
-        N=shape.n_step,
-        TOGETHER=min(shape.n_step, 8),
-        NEXT_STEP=shape.next_step,
-        ZERO=storage.padding == "zero",
-        RANDOM_SHIFT=storage.random_shift if shifted else 0,
-        HINDSIGHT=shape.hindsight,
-        DRAWS=draws,
-        # a product of the sum of rewards is rounded before it is added, as on the host
-        enable_fp_fusion=False,
-    )
-
-    def fill(out: dict[str, Tensor], *arguments: object) -> None:
-        frames, after = tuple([out[name] for name in names]), tuple([out[name] for name in next_names])
-        launch(frames, after, tuple([out[name] for name in results if name in out]), *arguments)
-
-    return fill

@@ -8,7 +8,6 @@ Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
 
 from __future__ import annotations
 
-import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -105,18 +104,11 @@ class HostRanks:
             np.full(loops.COUNT, -1, dtype=np.int64),
         )
         self._state = self._order[-1]
-        self._allowed: np.ndarray | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of table, order and notes."""
         return host_ranks_bytes(self._leaves.size)
-
-    def restricted(self, leaves: np.ndarray) -> HostRanks:
-        """The same for draws from those slots alone that have a code among these; it is the same code."""
-        restricted = copy.copy(self)
-        restricted._allowed = leaves
-        return restricted
 
     def draw(self, doubles: np.ndarray, *, stratified: bool, skipped: int = 0) -> RankedRows:
         """Draw one row for each of (B,) float64 in [0, 1); something can be drawn.
@@ -128,17 +120,18 @@ class HostRanks:
         # marked invalid until the update is done: after an interrupt the next draw sorts anew
         state[loops.ADDED] = -1
         self._renew(changed, added, skipped)
-        listed = None
-        if self._allowed is not None:
-            listed = self._list(added)
-            listed = listed[self._allowed[listed] > 0]
-        count = state.item(loops.RANKED) if listed is None else listed.size
+        count = state.item(loops.RANKED)
         ranks, masses = np.empty((2, doubles.size), dtype=np.int64)
         loops.draw.compiled()(self._sums, count, doubles, stratified, ranks, masses)
-        slots = self._located(ranks, added) if listed is None else listed[ranks]
+        slots = self._located(ranks, added)
         self.changed_slots[0], state[loops.SKIPPED], state[loops.ADDED] = 0, skipped, added
         total, before = self._sums.item(count - 1), self._sums.item(count - 2) if count > 1 else 0
         return RankedRows(slots, masses, total, total - before)
+
+    def all(self) -> tuple[np.ndarray, np.ndarray]:
+        """The slots that the last draw could draw, in the order of their ranks, and the masses of these."""
+        slots = self._list(self._counters.item(Counter.ADDED))
+        return slots, np.diff(self._sums[: slots.size], prepend=0)
 
     def _changes(self, added: int, skipped: int) -> np.ndarray | None:
         """The slots whose code, key or exclusion changed since the last call; None if all may have changed."""

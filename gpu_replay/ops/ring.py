@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.ops.batch_memory import LARGE, BatchMemory
-from gpu_replay.ops.launch import Launch, allocator
+from gpu_replay.ops.launch import Launch, allocator, per_program, reciprocal
 from gpu_replay.ops.weights import READ, Finish, Gather, weight_programs
 
 Result = TypeVar("Result")
@@ -224,3 +224,39 @@ def make_gather(
         return outputs
 
     return gather
+
+
+# keys that are found by the launch that writes their rows, and most keys of a write: each is compared with all others
+_FOUND_AT_ONCE, MOST_WRITTEN = 2**10, 2**14
+
+
+def make_write(
+    stores: Mapping[str, Tensor], fields: Mapping[str, Field], batch: int, counters: Tensor
+) -> Callable[..., None]:
+    """Device: store rows of these fields under live keys, the last of a repeated key, and count keys that are stale;
+    one launch a call, two for thousands of keys. It takes (batch,) int64 keys, the values by name, and whether all are
+    aligned.
+    """
+    from gpu_replay.kernels.ring import find_slots_kernel, write_kernel
+
+    interpreted = counters.device.type == "cpu"
+    layout, _ = moved_rows(tuple(fields.values()), batch, interpreted)
+    # few rows a program: they are compared with all others
+    rows, capacity = per_program(128, batch, interpreted), next(iter(stores.values())).shape[0]
+    layout = layout._replace(rows=tuple([min(rows, each) for each in layout.rows]))
+    shared: dict[str, Any] = {"counters_ptr": counters, "batch": batch, "capacity": capacity}
+    shared |= {"per_capacity": reciprocal(capacity), "TOGETHER": 4}
+    apart = batch > _FOUND_AT_ONCE
+    find = Launch(find_slots_kernel, -(-batch // rows), **shared, ROWS=rows) if apart else None
+    shared |= {"TOGETHER": 0} if apart else {}
+    places = tuple([stores[name] for name in fields])
+    launch = Launch(write_kernel, layout.programs(batch), **shared, stores=places, LAYOUT=layout)
+
+    def write(keys: Tensor, values: Mapping[str, Tensor], *, aligned: bool) -> None:
+        if find is not None:
+            slots = torch.empty_like(keys)
+            find(keys, slots, aligned=aligned)
+            keys = slots
+        launch(tuple([values[name] for name in fields]), keys, aligned=aligned)
+
+    return write

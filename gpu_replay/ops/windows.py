@@ -13,6 +13,21 @@ from gpu_replay.ops.eligibility import Streams
 _WHOLE = np.zeros(0, dtype=np.int64)
 
 
+class SequenceRule(NamedTuple):
+    """The sequences that may be drawn: of `length` steps that are stored, in one episode if `strict`, from a step whose
+    number is a multiple of `stride`.
+    """
+
+    length: int
+    strict: bool = False
+    stride: int = 1
+
+    @property
+    def restricts(self) -> bool:
+        """Whether starts must be looked at, and not only their keys."""
+        return self.strict or self.stride > 1
+
+
 class Windows(NamedTuple):
     """n-step windows, one for each of (B,) starts, and the frames of the stacks before and after them.
 
@@ -54,3 +69,9 @@ class HostWindows:
         windows = Windows.empty(steps.size, self._stack)
         self._windows(steps, left, *self._ring, *windows)
         return windows
+
+    def fit(self, rule: SequenceRule, added: int, starts: np.ndarray) -> np.ndarray:
+        """Which of (B,) eligible starts may begin a sequence, as bool; added: the next key."""
+        fits, (flags, depth, *_, num_envs, _, _) = np.empty(starts.size, np.bool_), self._ring
+        loops.fitting.compiled()(starts, flags, depth, added, num_envs, *rule, fits)
+        return fits

@@ -272,7 +272,7 @@ class ShardedReplayBuffer:
         """Give the transitions with these keys new priorities, wherever they are stored; collective.
 
         keys:       (m,) int64 as `batch.key`; `m` may differ between ranks, and be 0. Keys that are no longer live are
-                    ignored, and counted by the rank that stored them.
+                    ignored, and counted by the rank that stored them; -1 stands for no key.
         priorities: (m,) absolute TD errors or other non-negative numbers, as in `ReplayBuffer.update_priorities`.
 
         If a key appears twice, its last priority counts; between ranks that of the higher rank. If the arguments of one

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.ops.counters import HostWords
-from gpu_replay.ops.draw import importance_weights
+from gpu_replay.ops.draw import weights_of
 from gpu_replay.samplers import Sampler
 from gpu_replay.sharded.shard import Column, Shard
 
@@ -122,4 +122,4 @@ def _weighed(masses: Tensor, lowest: int, total: int, beta: float) -> tuple[Tens
     """Probabilities and weights of (n,) masses, computed on the host as a single buffer computes them."""
     array = masses.cpu().numpy()
     probability = (array / total).astype(np.float32)
-    return torch.from_numpy(probability), torch.from_numpy(importance_weights(array, lowest, beta))
+    return torch.from_numpy(probability), torch.from_numpy(weights_of(lowest / array, beta))

@@ -51,6 +51,33 @@ def test_rows_are_a_batch(index: Any, expected: list[int]) -> None:
         assert rows.key.data_ptr() == batch.key[index].data_ptr()
 
 
+@pytest.mark.parametrize("count", [1, 2, np.int64(3), 6])
+def test_minibatches_take_every_kth_row(count: int) -> None:
+    batch = made()
+    parts = batch.minibatches(count)
+    assert [part.key.tolist() for part in parts] == [list(range(first, 6, count)) for first in range(count)]
+    assert all(list(part) == list(batch) for part in parts)
+    parts[-1].obs.state[-1] = 7.0
+    assert batch.obs.state[-1] == 7.0
+
+
+def test_minibatches_of_a_sorted_batch_hold_all_of_it(device: str) -> None:
+    """A stratified batch is sorted by age: each part has a row of each part of the buffer."""
+    buffer = ReplayBuffer(256, {"x": Field((), torch.int64)}, sampler=Proportional(), device=device)
+    buffer.add(x=torch.arange(256))
+    for part in buffer.sample(64).minibatches(4):
+        assert (part.x // 16).tolist() == list(range(16))
+        buffer.update_priorities(part.key, part.weight)
+
+
+@pytest.mark.parametrize(
+    "count, error", [(0, ValueError), (4, ValueError), (12, ValueError), (2.0, TypeError), (True, TypeError)]
+)
+def test_minibatches_that_would_differ_in_size_are_refused(count: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"minibatches.*(divides|an int)"):
+        made().minibatches(count)
+
+
 @pytest.mark.parametrize("index", [3, (1, 2), torch.tensor([0.0])], ids=str)
 def test_what_names_no_rows_is_refused(index: Any) -> None:
     with pytest.raises(TypeError):

@@ -134,6 +134,7 @@ def test_steps_of_streams_are_added_sampled_and_updated_in_one_graph() -> None:
     def learn(replay: TrajectoryReplayBuffer, step: dict[str, Tensor]) -> tuple[Tensor, Batch, Batch]:
         keys, batch = replay.add(**step, priority=step["reward"].abs()), replay.sample(6)
         replay.update_priorities(batch.key, batch.next_obs[:, -1].sum(1).abs())
+        replay.write(keys, obs=step["obs"] + 1.0)
         return keys, batch, replay.sample(4)
 
     check_alike(streamed, learn, [(step_of(number),) for number in range(TURNED, TURNED + 4)])
@@ -256,7 +257,7 @@ LIVED: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("kind, name, known", LIVED)
 def test_draws_of_every_sampler_are_those_of_eager_calls(kind: str, name: str, known: dict[str, Any]) -> None:
-    program = any_program(random.Random(2), kind, name, calls=25, capacity=scale(40, 20), place="memory", **known)
+    program = any_program(random.Random(3), kind, name, calls=25, capacity=scale(40, 20), place="memory", **known)
 
     def step(replay: Replay) -> Batch:
         # a call whose result is not used is made once

@@ -90,6 +90,40 @@ def test_every_row_has_the_distribution_of_its_sampler(kind: str, name: str, dev
         check_counts(Counter(found), part_of(weights, row, rows) if by_parts else weights)
 
 
+# what the others weigh against windows that fit; where they are heavy, 64 draws find none, and one scan does
+OTHERS = {"strict": 1.0, "stride": 1.0, "heavy": 1e5}
+
+
+@statistical
+@thinned("kind, name", OTHERS, SAMPLED)
+def test_windows_that_fit_keep_their_shares(kind: str, name: str, device: str) -> None:
+    """Whatever row of a batch they are in: a row whose first draw did not fit is drawn from all."""
+    if kind == "heavy" and device != "cpu":
+        pytest.skip("a device does not scan")
+    settings: dict[str, Any] = {"stack": 2, "n_step": 2, "autoreset": "same_step", "fields": FEW}
+    pair = live_through(StepPair(90, 3, sampler=SAMPLERS[name], device=device, seed=5, **settings), 60, 5, end=0.12)
+    model, rule = pair.model, {"strict": kind != "stride", "stride": 3 if kind == "stride" else 1}
+    keys, known = model.windows(5, **rule), model.eligible()
+    assert 8 < len(keys) < len(known) - 20
+    pair.update(known, [(1 + 7 * key % 100) / 16 if key in keys else OTHERS[kind] for key in known])
+    weights = in_order(pair, known)
+    fitting = {key: weights[key] for key in keys}
+    rows = 0 if name == "latest" else 4
+    newest = model.newest if rows else 4
+    drawn, weighed = Counter[int](), {}
+    for _ in range(800):
+        batch = pair.buffer.sample_sequences(rows + newest, 5, **rule)
+        found = batch.key.tolist()
+        assert found[rows:] == keys[len(keys) - newest :]
+        drawn.update(found[:rows])
+        weighed |= dict(zip(found[:rows], batch.probability.tolist(), strict=False))
+    if rows:
+        check_counts(drawn, fitting)
+        total = sum(weights.values())
+        # that of a draw from all
+        assert all(math.isclose(chance, weights[key] / total, rel_tol=1e-5) for key, chance in weighed.items())
+
+
 @statistical
 @thinned("kind, name", ["rows", "steps"], ["uniform", "replacement", "independent", "rank-independent"])
 def test_rows_of_a_sample_and_of_the_next_do_not_depend_on_each_other(kind: str, name: str, device: str) -> None:

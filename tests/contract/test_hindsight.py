@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from pairs import StepPair
 from programs import any_program, run
 from transitions import same
 
-from gpu_replay import Proportional, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Field, Proportional, TrajectoryReplayBuffer, Uniform
 
 pytestmark = pytest.mark.contract
 # so many rows of each key that a goal of a dozen is missed once in thirty thousand
@@ -204,6 +205,86 @@ def test_rewards_come_in_every_form(form: Any, device: str) -> None:
     same(one.sample(9), batch)
     # 4.5 rounds to the even number, and goals come as they leave
     assert asked == [((4, 2), torch.float32, torch.float32)]
+
+
+def test_functions_of_three_see_the_other_fields_of_the_same_steps(device: str) -> None:
+    fields = GOALS | {"info.effort": Field((2,), torch.uint8, scale=0.5)}
+    seen = []
+
+    def compute_reward(achieved: torch.Tensor, desired: torch.Tensor, info: Any) -> torch.Tensor:
+        assert {*info} == {"action", "info.effort"}
+        assert len(info["action"]) == len(achieved) == len(desired) == 4
+        reward = info["action"].float() - info["info.effort"].sum(1)
+        # each function has its own
+        info["action"].fill_(-9)
+        return reward
+
+    def terminated_fn(achieved: torch.Tensor, desired: torch.Tensor, step: Any, /, bound: float = 4.0) -> torch.Tensor:
+        seen.append(step["action"].tolist())
+        return step["action"] % 2 == 0
+
+    relabel = hindsight("final", 0.5, reward_fn=compute_reward, terminated_fn=terminated_fn)
+    buffer = TrajectoryReplayBuffer(20, 1, fields, relabel=relabel, device=device, seed=3)
+    for number in range(12):
+        step = goal_step(number, 0, fields=fields)
+        buffer.add(**{name: [value] for name, value in step.items()})
+    batch = buffer.sample(8)
+    assert (batch.action >= 0).all()
+    changed = batch[DESIRED][:, 0] < 1000
+    expected = batch.action.float() - batch["info.effort"].sum(1)
+    assert batch.reward[changed].tolist() == expected[changed].tolist()
+    assert batch.reward[~changed].tolist() == batch.key[~changed].float().tolist()
+    assert sorted(seen[0]) == sorted(batch.action[changed].tolist())
+    assert batch.terminated[changed].tolist() == (batch.action[changed] % 2 == 0).tolist()
+
+
+class Reward(torch.nn.Module):
+    """A module, whose own signature is one of anything."""
+
+    def forward(self, achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+        return reward_of(achieved, desired)
+
+    def of_three(self, achieved: torch.Tensor, desired: torch.Tensor, step: Any) -> torch.Tensor:
+        return reward_of(achieved, desired) + step["action"]
+
+
+class Unsigned:
+    """What `inspect` reads no signature of, as of functions of machine code."""
+
+    __signature__ = "unknown"
+
+    def __call__(self, *goals: torch.Tensor) -> torch.Tensor:
+        return reward_of(*goals)
+
+
+TAKEN: dict[str, tuple[Any, bool]] = {
+    "a module": (Reward(), False),
+    "anything": (lambda *goals: reward_of(*goals), False),
+    "an option": (lambda a, d, info=None: reward_of(a, d) if info is None else None, False),
+    "a keyword bound": (partial(lambda a, d, scale: scale * reward_of(a, d), scale=1), False),
+    "machine code": (Unsigned(), False),
+    "a method": (Reward().of_three, True),
+    "a position bound": (partial(lambda zero, a, d, step: reward_of(a, d) + step["action"] + zero, 0), True),
+}
+
+
+@pytest.mark.parametrize("function, three", TAKEN.values(), ids=TAKEN)
+def test_required_arguments_count(function: Any, three: bool, device: str) -> None:
+    plain, other = made(device, relabel=hindsight()), made(device, relabel=hindsight(reward_fn=function))
+    expected, batch = plain.sample(8), other.sample(8)
+    changed = batch[DESIRED][:, 0] < 1000
+    assert changed.any()
+    more = torch.where(changed, batch.action, 0) if three else 0
+    assert torch.equal(batch.reward, expected.reward + more)
+
+
+@pytest.mark.parametrize("name", ["reward_fn", "terminated_fn"])
+@pytest.mark.parametrize(
+    "function, count", [(lambda a: a, 1), (lambda: 0, 0), (lambda a, d, s, more: a, 4), (lambda a, d, s, m, *n: a, 4)]
+)
+def test_functions_of_another_number_are_refused_when_made(name: str, function: Any, count: int) -> None:
+    with pytest.raises(TypeError, match=rf"{name} must be a function of \(achieved, desired\) or .*takes {count}"):
+        hindsight(**{name: function})
 
 
 def test_another_thread_that_adds_waits_until_the_sample_returns(device: str) -> None:

@@ -108,9 +108,11 @@ def calls_of(buffer: Any) -> dict[str, Call]:
     """Calls of such a buffer, by name; those that add begin with "add"."""
     key = buffer.added
     keys, priorities = [key - 1, key - 4, key - 4, 0], [9.0, 8.0, 7.0, 6.0]
+    written = {name: torch.full((4, *field.shape), 5).to(field.dtype) for name, field in buffer.fields.items()}
     calls: dict[str, Call] = {
         "sample": lambda each: each.sample(3),
         "update": lambda each: each.update_priorities(keys, priorities),
+        "write": lambda each: each.write(keys, **written),
     }
     if isinstance(buffer, ReplayBuffer):
         few, seam, many = (given(buffer, rows) for rows in (1, 4, 8))
@@ -130,6 +132,7 @@ def calls_of(buffer: Any) -> dict[str, Call]:
     }
     if buffer.relabel is None:
         calls["sequences"] = lambda each: each.sample_sequences(2, 2, 1)
+        calls["strict sequences"] = lambda each: each.sample_sequences(2, 1, 1, strict=True)
     return calls
 
 
@@ -619,7 +622,7 @@ class TestDevice:
         monkeypatch.setattr(device_trajectory, "_TOGETHER", 2 * ENVS)
         first = used(kind, name)
         for number, (each, call) in enumerate(calls_of(first).items()):
-            if full or each in ("add over the seam", "add an ending"):
+            if full or each in ("add over the seam", "add an ending", "write"):
                 every = 23 if each == "extend" else 1 if full and "add" in each else 9 + number
                 check_launches(lambda: new(kind, name), first, each, call, every)
 

@@ -512,7 +512,7 @@ def saving(group: Any, path: str, rows: list[int]) -> list[tuple[int, float]]:
     add_rows(buffer, rows[buffer.rank], priority=1.0 + torch.arange(rows[buffer.rank]) % 7)
     buffer.sample(3)
     # too late for what no longer is
-    buffer.update_priorities([-1], [1.0])
+    buffer.update_priorities([-7], [1.0])
     buffer.save(path)
     found = buffer.priorities(buffer.keys().tolist()).tolist()
     buffer.close()

@@ -22,7 +22,7 @@ from devices import device_fixture as device_fixture
 from devices import thinned
 from golden import MADE
 from pairs import FIELDS as SCRIPTED
-from pairs import StepPair, live_through
+from pairs import StepPair, live_through, numbered
 from places import FIELDS, STEPS, check_equal, given, live, make
 from programs import SAMPLERS
 from refusals import whole_state
@@ -95,6 +95,24 @@ def test_a_buffer_from_disk_keeps_every_setting(kind: str, device: str, tmp_path
     assert (loaded.sampler, loaded.seed, loaded.capacity) == (buffer.sampler, 2**63 + 5, buffer.capacity)
     assert loaded.state_dict()["settings"] == buffer.state_dict()["settings"]
     assert type(buffer).load(tmp_path / "checkpoint").device == ReplayBuffer(1, NUMBER).device
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_load_after_which_environments_were_reset_begins_episodes(begins: bool, device: str, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    pair = StepPair(40, 2, stack=2, n_step=3, device=device)
+    for number in range(12):
+        if number == 6:
+            pair.buffer.save(tmp_path / "c")
+            pair.buffer = TrajectoryReplayBuffer.load(tmp_path / "c", device, begin_episodes=begins)
+            if begins:
+                pair.model.begin_episodes()
+        pair.add([numbered(number, env, pair.fields) for env in range(2)])
+    # no window and no stack crosses the load, or all do
+    pair.check_contents()
+    assert len(pair.model.eligible()) == (12 if begins else 18)
+    with pytest.raises(TypeError, match="begin_episodes must be True or False; found 1"):
+        TrajectoryReplayBuffer.load(tmp_path / "c", device, begin_episodes=1)
 
 
 @thinned("name, kind", SAMPLERS, ["transitions", "same_step"])

@@ -155,6 +155,19 @@ def made(capacity: int, fields: Any, sampler: Sampler, settings: Any = None, num
     return buffer
 
 
+def zeros(buffer: Any, name: str, rows: int) -> torch.Tensor:
+    """Rows of a field."""
+    return torch.zeros((rows, *buffer.fields[name].shape), dtype=buffer.fields[name].dtype)
+
+
+def sequences_of(buffer: Any) -> dict[str, Callable[[], object]]:
+    """Calls that sample sequences: of all starts, and of those that fit."""
+    return {
+        "sequences": lambda: buffer.sample_sequences(5, 2),
+        "strict sequences": lambda: buffer.sample_sequences(5, 2, strict=True, stride=2),
+    }
+
+
 def calls_of(buffer: Any, rows: int = 9) -> dict[str, Callable[[], object]]:
     """Every call that launches kernels, by a name of its own."""
     keys, priorities = torch.arange(5), torch.ones(5)
@@ -166,6 +179,7 @@ def calls_of(buffer: Any, rows: int = 9) -> dict[str, Callable[[], object]]:
             "sample": lambda: buffer.sample(5),
             "sample with beta": lambda: buffer.sample(5, beta=0.5),
             "update": lambda: buffer.update_priorities(keys, priorities),
+            "write": lambda: buffer.write(keys, **rows_of(buffer, 5)),
         }
     count = buffer.num_envs
     given = rows_of(buffer, count)
@@ -175,8 +189,9 @@ def calls_of(buffer: Any, rows: int = 9) -> dict[str, Callable[[], object]]:
         "step with final observation": lambda: buffer.add(**rows_of(buffer, count, final=True)),
         "starts": lambda: buffer._engine.sample(5, None),
         # goals of sequences are not relabelled
-        **({} if buffer.relabel else {"sequences": lambda: buffer.sample_sequences(5, 2)}),
+        **({} if buffer.relabel else sequences_of(buffer)),
         "update of starts": lambda: buffer.update_priorities(keys, priorities),
+        "write of steps": lambda: buffer.write(keys, **{name: zeros(buffer, name, 5) for name in buffer.fields}),
     }
 
 
@@ -189,6 +204,9 @@ def launches_of(case: tuple[Any, ...], *, updates: bool = False) -> dict[str, li
         for call, keys in zip(KEYS, (500, 1000, 2000), strict=True) if updates else ():
             given = torch.arange(keys), torch.ones(keys)
             calls[f"update {call}"] = partial(buffer.update_priorities, *given)
+        if updates:
+            name = next(iter(buffer.fields))
+            calls["write of thousands"] = partial(buffer.write, torch.arange(2000), **{name: zeros(buffer, name, 2000)})
         for name, call in calls.items():
             launches.clear()
             call()

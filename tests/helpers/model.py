@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+from devices import INTERPRETED
 from numpy.random import Philox
 
 from gpu_replay import Combined, Latest, LinearSchedule, Proportional, RankBased, Uniform
@@ -101,6 +102,10 @@ def float32(value: float) -> float:
     return float(np.float32(value))
 
 
+class TooFew(Exception):
+    """A draw of starts that fit finds fewer; its argument says how many."""
+
+
 class Drawn(NamedTuple):
     """What one draw should return, apart from the fields."""
 
@@ -122,6 +127,8 @@ class Model:
         # the priority of each key that can be drawn
         self.held: dict[int, float] = {}
         self.running: float | None = None
+        # a device, which nobody waits for, may find too few starts that fit
+        self.on_device = INTERPRETED
         self.stale = self.samples = 0
         self.times = Counter[int]()
         self.random = Philox(key=np.array([seed & (2**64 - 1), 0], dtype=np.uint64))
@@ -148,10 +155,21 @@ class Model:
 
     def update(self, keys: Sequence[int], priorities: Sequence[float]) -> None:
         live = self.live()
-        self.stale += sum(key not in live for key in keys)
+        self.stale += sum(key not in live for key in keys if key != -1)
         winners = {key: abs(value) for key, value in zip(keys, priorities, strict=True) if key in self.held}
         self.held |= winners
         self.note(winners.values())
+
+    def write(self, keys: Sequence[int], names: Sequence[str], values: Sequence[Any]) -> None:
+        """Put these values, one for each key, in the place of what is stored."""
+        live = self.live()
+        self.stale += sum(key not in live for key in keys if key != -1)
+        for key, value in zip(keys, values, strict=True):
+            for name in names if key in live else ():
+                self.put(key, name, value)
+
+    def put(self, key: int, name: str, value: Any) -> None:
+        """Replace what is stored of one key."""
 
     def note(self, given: Iterable[float]) -> None:
         """Keep the largest priority ever given."""
@@ -194,35 +212,70 @@ class Model:
         return RuntimeError if not found else ValueError if found < distinct else None
 
     def draw(
-        self, count: int, beta: float | None = None, *, among: list[int] | None = None, skipping: bool = False
+        self,
+        count: int,
+        beta: float | None = None,
+        *,
+        among: list[int] | None = None,
+        skipping: bool = False,
+        fitting: set[int] | None = None,
     ) -> Drawn:
         """The rows of a sample.
 
         among:    the keys that may be drawn, ascending, instead of all.
         skipping: whether they are all but the newest, which turns the order of targets from slots to keys.
+        fitting:  the keys that fit: others are drawn again. On a device there may be rows that none is found for: they
+                  have no key, -1, and weight 0.
         """
         keys = self.eligible() if among is None else among
         newest = count if isinstance(self.base, Latest) else self.newest
-        drawn = self._by_chance(keys, count - newest, beta, skipping) if count > newest else Drawn([], [], [])
+        last = keys[len(keys) - newest :]
+        if fitting is not None:
+            # back from the newest
+            last = self._first_that_fit(keys[::-1], newest, fitting)[::-1]
+        drawn = Drawn([], [], [])
+        if count > newest:
+            drawn = self._by_chance(keys, count - newest, beta, skipping, fitting)
         self.samples += 1
-        sure = [1.0] * newest
-        found = Drawn(drawn.keys + keys[len(keys) - newest :], drawn.probability + sure, drawn.weight + sure)
-        self.times.update(found.keys)
+        sure = [float(key >= 0) for key in last]
+        chances = drawn.probability + sure
+        found = Drawn(drawn.keys + last, chances, drawn.weight + sure)
+        self.times.update(key for key in found.keys if key >= 0)
         return found
+
+    def _first_that_fit(self, walk: list[int], count: int, fitting: set[int]) -> list[int]:
+        """The first keys of a walk that fit; a device walks 65 times as far as it must."""
+        walk = walk[: 65 * count] if self.on_device else walk
+        found = [key for key in walk if key in fitting][:count]
+        if len(found) < count and not self.on_device:
+            raise TooFew(len(found))
+        return found + [-1] * (count - len(found))
 
     def words(self, count: int) -> list[int]:
         """The next random words; the rest of the last four are lost."""
         return [int(word) for word in self.random.random_raw(-(-count // 4) * 4)[:count]]
 
-    def _by_chance(self, keys: list[int], count: int, beta: float | None, skipping: bool) -> Drawn:
+    def _by_chance(
+        self, keys: list[int], count: int, beta: float | None, skipping: bool, fitting: set[int] | None
+    ) -> Drawn:
         base = self.base
         order = sorted(keys, key=lambda key: key if skipping else key % self.capacity)
         if isinstance(base, Uniform):
             order = order if self.starts else keys
             size = len(order)
             at = [place(word, size) for word in self.words(count)] if base.replacement else []
+            if not base.replacement and fitting is not None:
+                found = self._first_that_fit(
+                    [order[each] for each in permuted(size, size, self.words(64))], count, fitting
+                )
+                there = [float(key >= 0) for key in found]
+                return Drawn(found, [each / size for each in there], there)
             at = at or permuted(count, size, self.words(64))
-            return Drawn([order[each] for each in at], [1 / size] * count, [1.0] * count)
+            if fitting is None:
+                return Drawn([order[each] for each in at], [1 / size] * count, [1.0] * count)
+            at = self._again(at, order, [1] * size, fitting)
+            there = [float(each >= 0) for each in at]
+            return Drawn([order[each] if each >= 0 else -1 for each in at], [each / size for each in there], there)
         if self.by_rank:
             order = by_rank((key, self.held[key]) for key in keys)
             masses = self.rank_masses[: len(order)]
@@ -232,15 +285,38 @@ class Model:
         parts = [stratum(row, count, total) if base.stratified else (0, total) for row in range(count)]
         targets = [low + place(word, high - low) for (low, high), word in zip(parts, words, strict=True)]
         at = located(masses, targets)
-        mine = [masses[each] for each in at]
+        if fitting is not None:
+            at = self._again(at, order, masses, fitting)
+        mine = [masses[each] if each >= 0 else math.inf for each in at]
         lowest = min(mine)
         if base.normalize == "buffer":
             # what is left out for being new could still get the largest weight
             lowest = min(map(self.mass, self.held)) if skipping and self.by_mass else min(masses)
         if beta is None:
             beta = base.beta(self.samples) if isinstance(base.beta, LinearSchedule) else base.beta
-        weight = [(lowest / mass) ** beta for mass in mine]
-        return Drawn([order[each] for each in at], [mass / total for mass in mine], weight)
+        weight = [(lowest / mass) ** beta if mass < math.inf else 0.0 for mass in mine]
+        probability = [mass / total if mass < math.inf else 0.0 for mass in mine]
+        return Drawn([order[each] if each >= 0 else -1 for each in at], probability, weight)
+
+    def _again(self, at: list[int], order: list[int], masses: list[int], fitting: set[int]) -> list[int]:
+        """Places in an order, those that do not fit drawn again 64 times at most; -1 where that did not help. A host
+        draws them from all that fit then.
+        """
+        total, at = sum(masses), list(at)
+        for _ in range(64):
+            words = self.words(len(at))
+            again = located(masses, [place(word, total) for word in words])
+            at = [one if order[one] in fitting else other for one, other in zip(at, again, strict=True)]
+        words = self.words(len(at))
+        if self.on_device:
+            return [each if order[each] in fitting else -1 for each in at]
+        if not fitting:
+            raise TooFew(0)
+        left = [mass if key in fitting else 0 for key, mass in zip(order, masses, strict=True)]
+        return [
+            each if order[each] in fitting else located(left, [place(word, sum(left))])[0]
+            for each, word in zip(at, words, strict=True)
+        ]
 
     # what it says of itself
 
@@ -276,6 +352,11 @@ class RowModel(Model):
     def __init__(self, capacity: int, sampler: Any = Uniform(), seed: int = 0) -> None:  # noqa: B008
         super().__init__(capacity, sampler, seed)
         self.added = self.forgotten = 0
+        # numbers of the transitions whose values were written later, by key and field
+        self.written: dict[tuple[int, str], int] = {}
+
+    def put(self, key: int, name: str, value: int) -> None:
+        self.written[key, name] = value
 
     def live(self) -> range:
         return range(max(self.forgotten, self.added - self.capacity), self.added)
@@ -366,6 +447,10 @@ class StepModel(Model):
         env, number = self.view().place(key)
         priority = self.steps[env][number].get("priority")
         return None if priority is None else abs(priority)
+
+    def put(self, key: int, name: str, value: Step) -> None:
+        env, number = self.view().place(key)
+        self.steps[env][number][name] = value[name]
 
     def clear(self) -> None:
         self.cleared.append(self.count)

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ import numpy as np
 import pytest
 import torch
 from devices import on_device
-from model import Drawn, Model, RowModel, Step, StepModel, View, is_observation
+from model import Drawn, Model, RowModel, Step, StepModel, TooFew, View, is_observation
 from tolerances import close
-from transitions import EXACT, STORED, check_rows, fill, handed_in
+from transitions import EXACT, STORED, check_rows, fill, handed_in, transitions
 
 from gpu_replay import Batch, Field, ReplayBuffer, TrajectoryReplayBuffer
 
@@ -165,6 +166,11 @@ class Both:
         )
         self.model.update(keys, priorities)
 
+    def write(self, keys: Sequence[int], names: Sequence[str], values: Sequence[Any], given: dict[str, Any]) -> None:
+        """Write these values, which are given as rows of these fields."""
+        self.buffer.write(torch.tensor(keys, dtype=torch.int64, device=self.buffer.device), **given)
+        self.model.write(keys, names, values)
+
     def sample(self, count: int, beta: float | None = None) -> list[int]:
         """The keys that were drawn; none where the sample is refused as it must be."""
         found = len(self.model.eligible())
@@ -287,8 +293,13 @@ class RowPair(Both):
     def add(self, count: int, priority: list[float] | None = None) -> None:
         assert fill(self.buffer, count, priority).tolist() == self.model.add(count, priority)
 
+    def write_numbers(self, keys: Sequence[int], names: Sequence[str], first: int) -> None:
+        """Write the values of the transitions from number `first` on."""
+        numbers = range(first, first + len(keys))
+        self.write(keys, names, numbers, transitions(numbers, names))
+
     def contents(self, batch: Batch) -> None:
-        check_rows(batch)
+        check_rows(batch, self.model.written)
 
     def check_contents(self) -> None:
         """Compare every row, and what is refused."""
@@ -296,7 +307,7 @@ class RowPair(Both):
         batch = self.buffer[list(live)]
         assert batch.key.tolist() == list(live)
         for each in (batch, *self.walk()):
-            check_rows(each)
+            check_rows(each, self.model.written)
         self.check_refused((live.start - 1, live.stop))
 
 
@@ -320,6 +331,7 @@ class StepPair(Both):
         given = {"capacity": capacity, "num_envs": num_envs, "fields": fields, "sampler": sampler, "device": device}
         super().__init__(TrajectoryReplayBuffer, seed, folder, **given, **settings)
         self.fields, self.model = fields, StepModel(capacity, num_envs, sampler, seed, **settings)
+        self.model.on_device |= device != "cpu"
         # the buffer that has warned of a flawed ending
         self.warned: Any = None
         assert self.buffer.capacity == self.model.capacity
@@ -358,6 +370,13 @@ class StepPair(Both):
         keys, expected = self.told(lambda: self.buffer.extend(**stacked), many)
         assert keys.tolist() == expected
 
+    def write_numbers(self, keys: Sequence[int], names: Sequence[str], first: int) -> None:
+        """Write the values that steps of a tenth environment would have, from number `first` on."""
+        steps = [numbered(first + row, 9, self.fields) for row in range(len(keys))]
+        given = columns(steps, self.fields) if steps else {}
+        empty = {name: torch.empty((0, *field.shape), dtype=field.dtype) for name, field in self.fields.items()}
+        self.write(keys, names, steps, {name: given.get(name, empty[name]) for name in names})
+
     def begin_episodes(self, mask: Sequence[bool] | None = None) -> None:
         form = (np.array, torch.tensor, list)[self.model.count % 3]
         self.buffer.begin_episodes(*([] if mask is None else [form(mask)]))
@@ -368,18 +387,35 @@ class StepPair(Both):
     ) -> list[int]:
         """The keys that were drawn; none where the sample is refused as it must be."""
         model, total = self.model, length + burn_in
-        starts = model.windows(total, strict, stride)
-        error = model.refusal(count, len(starts))
+        starts, restricted = model.windows(total, strict, stride), strict or stride > 1
+        # rows are drawn from all starts then, and those that do not fit again
+        counted = len(model.eligible() if restricted else starts)
+        error, call = model.refusal(count, counted), f"sample_sequences({count}, {length}, {burn_in})"
         if len(model.live()) < total * model.num_envs:
             error = RuntimeError
-        with self.refusing(f"sample_sequences({count}, {length}, {burn_in})", error, len(starts)):
-            batch = self.buffer.sample_sequences(count, length, burn_in, beta=beta, strict=strict, stride=stride)
+        draw = partial(self.buffer.sample_sequences, count, length, burn_in, beta=beta, strict=strict, stride=stride)
         if error:
+            with self.refusing(call, error, counted):
+                draw()
             return []
-        skipping = total > 1 and not strict and stride == 1
-        self.check_drawn(batch, model.draw(count, beta, among=starts, skipping=skipping))
-        self.check_sequences(batch, model.view(), total)
-        return batch.key.tolist()
+        fitting, state = set(starts) if restricted else None, copy.deepcopy((model.random, model.samples, model.times))
+        among = None if restricted else starts
+        try:
+            drawn = model.draw(count, beta, among=among, skipping=total > 1 and not restricted, fitting=fitting)
+        except TooFew as few:
+            model.random, model.samples, model.times = state
+            kind, words = RuntimeError, r"no (stored episode is as long as|window of .* is stored)"
+            if few.args[0]:
+                kind, words = ValueError, rf"the buffer holds {few.args[0]}\. Add more or lower"
+            with pytest.raises(kind, match=f"{re.escape(call)}.*{words}"):
+                draw()
+            return []
+        batch = draw()
+        self.check_drawn(batch, drawn)
+        found = batch.key >= 0
+        assert not batch.mask[~found].any()
+        self.check_sequences(batch[found], model.view(), total)
+        return batch.key[found].tolist()
 
     def contents(self, batch: Batch) -> None:
         self.check_rows(batch, self.model.view())

@@ -78,11 +78,11 @@ def numbers(draw: random.Random, count: int, style: str) -> list[float]:
     return [draw.choice((1, 1, -1)) * max(1, size) / UNIT for size in sizes]
 
 
-def any_keys(draw: random.Random, capacity: int) -> list[int]:
-    """Stored keys, some twice, and a few that are gone, never were, or are not yet, from the newest on."""
-    keys = [draw.randint(-capacity, -1) for _ in range(draw.randint(0, 8))]
+def any_keys(draw: random.Random, capacity: int) -> list[int | None]:
+    """Stored keys, some twice, and a few that are gone, never were, or are not yet, from the newest on; None is -1."""
+    keys: list[int | None] = [draw.randint(-capacity, -1) for _ in range(draw.randint(0, 8))]
     keys += draw.choices(keys, k=2) if keys else []
-    gone = (-capacity - 1, -capacity - 2, 0, 1, -(10**6), 10**9, 2**31, 2**40, 2**62, -(2**63))
+    gone = (None, -capacity - 1, -capacity - 2, 0, 1, -(10**6), 10**9, 2**31, 2**40, 2**62, -(2**63))
     keys += draw.choices(gone, k=draw.randint(0, 3))
     draw.shuffle(keys)
     return keys
@@ -111,11 +111,13 @@ def any_call(draw: random.Random, kind: str, capacity: int, envs: int, end: floa
     if chance < 0.88:
         keys = any_keys(draw, capacity)
         return "update", keys, numbers(draw, len(keys), style)
-    if chance < 0.92:
+    if chance < 0.91:
+        return "write", any_keys(draw, capacity), draw.randrange(1, 8), draw.randint(0, 200)
+    if chance < 0.94:
         return "refused", draw.randrange(1000)
-    if chance < 0.95:
+    if chance < 0.96:
         return "renew", draw.choice(("state", *RENEWED))
-    if chance < 0.97 or kind == "rows":
+    if chance < 0.98 or kind == "rows":
         return ("clear",)
     return "begin_episodes", draw.choice((None, [draw.random() < 0.5 for _ in range(envs)]))
 
@@ -237,8 +239,17 @@ class Player:
         keys = self.drawn[: len(numbers)]
         self.pair.update(keys, numbers[: len(keys)])
 
-    def update(self, keys: list[int], numbers: list[float]) -> None:
-        self.pair.update([self.pair.model.added + key for key in keys], numbers)
+    def keys(self, keys: list[int | None]) -> list[int]:
+        return [-1 if key is None else self.pair.model.added + key for key in keys]
+
+    def update(self, keys: list[int | None], numbers: list[float]) -> None:
+        self.pair.update(self.keys(keys), numbers)
+
+    def write(self, keys: list[int | None], some: int, first: int) -> None:
+        """Write to one field or to several, as the bits of `some` say."""
+        names = [name for place, name in enumerate(self.pair.buffer.fields) if some >> place & 1]
+        if not self.goals and names:
+            self.pair.write_numbers(self.keys(keys), names, first)
 
     def refused(self, number: int) -> None:
         """A call that means nothing changes nothing."""

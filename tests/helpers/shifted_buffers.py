@@ -80,9 +80,9 @@ class Shifted(NamedTuple):
             twins.tested._engine._count_newest = lambda added, slots: 0
 
 
-def check_alike(twins: Twins, firsts: tuple[int, int], call: str, *given: Any) -> list[Tensor]:
+def check_alike(twins: Twins, firsts: tuple[int, int], call: str, *given: Any, **named: Any) -> list[Tensor]:
     """Fail unless both find the same, in places relative to that of the first key; returns the keys of both."""
-    small, large = (getattr(buffer, call)(*given) for buffer in twins.both)
+    small, large = (getattr(buffer, call)(*given, **named) for buffer in twins.both)
     places = [
         ((batch.key - first) % buffer.capacity).tolist()
         for batch, first, buffer in zip((small, large), firsts, twins.both, strict=True)
@@ -144,10 +144,13 @@ def play_rows(buffers: Shifted) -> Twins:
         keys = twins.call("add", **given, priority=torch.arange(1.0, count + 1) if turn else None)
         assert (keys[0] - firsts[0]).tolist() == (keys[1] - firsts[1]).tolist()
         drawn = check_alike(twins, firsts, "sample", min(4, 3 + turn))
+        name, field = next(iter(buffers.fields.items()))
+        value = given[name]
         # the last of a repeated key wins; of keys that were overwritten, or are yet to come, nothing is kept
         for buffer, keys, first in zip(twins.both, drawn, firsts, strict=True):
             chosen = torch.cat((keys, keys[:1], torch.tensor([first - 1, buffer.added])))
             buffer.update_priorities(chosen, torch.arange(1.0, len(chosen) + 1) / 2**10)
+            buffer.write(chosen[1:], **{name: value[:1].expand(len(chosen) - 1, *field.shape) + turn})
     check_stored(twins, firsts, 8)
     check_masses(twins, firsts, 24)
     return twins
@@ -174,6 +177,7 @@ def play_steps(buffers: Shifted) -> Twins:
         drawn = check_alike(twins, firsts, "sample", 6 if envs > 1 else 60)
         if not buffers.settings.get("relabel"):
             check_alike(twins, firsts, "sample_sequences", 6, 3)
+            check_alike(twins, firsts, "sample_sequences", 4, 2, strict=True)
         for buffer, keys in zip(twins.both, drawn, strict=True):
             buffer.update_priorities(keys, torch.arange(1.0, len(keys) + 1) / 4)
 

@@ -17,6 +17,7 @@ import torch
 from kernel_cases import CASES, CLASSIC, GOALS, MORE_CASES, SAME_STEP, TWENTY, calls_of, distances, launches_of, made
 from launches import TARGETS, kernel_class, recorded, rows_of
 from programs import SAMPLERS
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_replay import Field, Hindsight, Proportional, RankBased, validation
 from gpu_replay.ops import launch as launching
@@ -25,9 +26,10 @@ from gpu_replay.ops.launch import Launch, addresses
 
 # the most launches of a call; by rank, an order that is made anew after a change is one more and a sort of PyTorch
 ADDS = ("add", "add with priority", "step", "step with priority", "step with final observation")
-SAMPLES = ("sample", "sample with beta", "starts", "sequences")
+SAMPLES = ("sample", "sample with beta", "starts", "sequences", "strict sequences")
+WRITES = ("write", "write of steps")
 UPDATES = ("update", "update of starts", "update of hundreds", "update of a thousand")
-LAUNCHES = dict.fromkeys((*ADDS, *UPDATES), 1) | dict.fromkeys(SAMPLES, 2)
+LAUNCHES = dict.fromkeys((*ADDS, *UPDATES, *WRITES), 1) | {"write of thousands": 2} | dict.fromkeys(SAMPLES, 2)
 # an extreme of all stored masses is known once all programs of a launch have looked for it
 HIGHEST, LOWEST = dict.fromkeys(ADDS, 1), dict.fromkeys(SAMPLES, 1)
 # which rows get other goals, those goals, and the end of the sample
@@ -62,6 +64,35 @@ def test_a_call_makes_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert found == {call: wanted[call] for call in found}
     # of one sample, and of one sequence, which has an order of its own
     assert len(sorts) == by_rank * len(ORDERED.keys() & found.keys())
+
+
+class Operations(TorchDispatchMode):
+    """Notes what torch does besides making memory and views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        # what stands for fresh memory here is zeros
+        if not function.is_view and not name.startswith(("empty", "zeros", "new_empty")):
+            self.names.append(name)
+        return function(*given, **(named or {}))
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if "rank" not in name])
+def test_sequences_run_no_kernels_of_torch(name: str) -> None:
+    with recorded():
+        buffer = made(5_000, PICTURES, SAMPLERS[name], WINDOWS | {"random_shift": 0})
+        calls = calls_of(buffer)
+        for _ in range(3):
+            calls["step"]()
+        for call in (calls["sequences"], calls["strict sequences"]):
+            call()
+            with Operations() as found:
+                call()
+            assert found.names == []
 
 
 def test_an_update_of_nothing_launches_nothing() -> None:

@@ -284,6 +284,7 @@ CALLS: dict[str, Any] = {
     "sample": lambda buffer: buffer.sample(5),
     "sample_sequences": lambda buffer: buffer.sample_sequences(2, 1),
     "update_priorities": lambda buffer: buffer.update_priorities(torch.arange(3), torch.ones(3)),
+    "write": lambda buffer: buffer.write(torch.arange(3), action=torch.zeros(3, dtype=torch.int64)),
     "capture": lambda buffer: buffer.capture(4, lambda batch: batch.weight)(),
     "read": read_keys,
     "added": lambda buffer: buffer.added,

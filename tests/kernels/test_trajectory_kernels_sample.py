@@ -16,10 +16,12 @@ from devices import thinned
 from guards import SENTINEL, Guards, guarded
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
+from programs import SAMPLERS
 from twins import FIELDS, Twins, check_batches, values_of
 
 from gpu_replay import Batch, Field, Latest, Proportional, TrajectoryReplayBuffer
 from gpu_replay.ops import frame_tiles
+from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.ring import Tile
 
@@ -168,6 +170,26 @@ def test_sequences(mode: str, stack: int, length: int, device: str, guards: Guar
     streams.call("begin_episodes")
     expected = streams.compare(length)
     assert length == 1 or not bool(expected["mask"].all())
+
+
+@thinned("name", SAMPLERS)
+def test_sequences_that_fit_are_those_of_the_host(name: str, device: str, guards: Guards) -> None:
+    """Kernels and host draw again the same, and mark nothing outside where they find none."""
+    for length, stride, end in ((4, 1, 0.1), (2, 3, 0.3), (1, 2, 0.1)):
+        settings = {"sampler": SAMPLERS[name], "stack": 2, "n_step": 2, **MODES["same_step"]}
+        streams = Streams(device, SMALL, (3, 20, 55), end, **settings)
+        for count in (3, 5):
+            expected, found = streams.call("sample_sequences", count, length, 0, strict=True, stride=stride)
+            check_batches(found, expected)
+            counts = [buffer._counters[[Counter.RANDOM, Counter.STEP]].tolist() for buffer in streams.both]
+            assert counts[0] == counts[1]
+    tested = streams.tested
+    tested._streams.streams.depth.zero_()
+    found = tested.sample_sequences(3, 4, strict=True)
+    assert found.key.tolist() == [-1] * 3
+    assert found.weight.tolist() == found.probability.tolist() == [0.0] * 3
+    assert not found.mask.any()
+    assert tested._counters[Counter.STEP] == streams.host._counters[Counter.STEP] + 1
 
 
 def test_the_launch_that_weighs_shifts_pictures_as_one_that_does_not(

@@ -1,0 +1,143 @@
+"""`ReplayMixture`: batches from several buffers in fixed shares, such as demonstrations beside a buffer that fills."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gpu_replay import validation
+from gpu_replay.base.buffer import Buffer
+from gpu_replay.batch import Batch
+
+_SOURCE = "source"
+
+
+class ReplayMixture:
+    """Samples from several buffers, a share of each batch from each.
+
+    buffers: at least one, of one class, on one device, with the same fields (and `stack`); their samplers, capacities
+             and windows may differ. Shards are not taken.
+    shares:  of a batch, one for each buffer, each above 0; they sum to 1.
+
+    Batches have `source` (B,) int64 as well, the place of each row's buffer among `buffers`, so it is refused as a
+    field of theirs. Keys, probabilities and weights are those of the row's own buffer. Transitions are added to the
+    buffers themselves, which may be used alone as well.
+
+        mixture = ReplayMixture([demonstrations, replay], [0.25, 0.75])
+        batch = mixture.sample(256)
+        mixture.update_priorities(batch.key, td_error, batch.source)
+
+    Raises TypeError or ValueError for buffers that do not fit together and for other shares.
+
+    Paine et al. 2019, "Making Efficient Use of Demonstrations to Solve Hard Exploration Problems" (R2D3).
+    """
+
+    def __init__(self, buffers: Sequence[Buffer], shares: Sequence[float]) -> None:
+        self._buffers = tuple(buffers)
+        for place, buffer in enumerate(self._buffers):
+            if not isinstance(buffer, Buffer):
+                raise TypeError(
+                    f"ReplayMixture needs a ReplayBuffer or TrajectoryReplayBuffer each; number {place} is a "
+                    f"{type(buffer).__name__}."
+                )
+            first = self._buffers[0]
+            for what, one, other in (
+                ("class", type(buffer).__name__, type(first).__name__),
+                ("device", buffer.device, first.device),
+                ("fields", buffer.fields, first.fields),
+                ("stack", getattr(buffer, "stack", 1), getattr(first, "stack", 1)),
+            ):
+                if one != other:
+                    raise ValueError(
+                        f"ReplayMixture needs buffers of one {what}; number {place} has {one}, the first one {other}."
+                    )
+            if _SOURCE in buffer.fields:
+                raise ValueError(f"field name {_SOURCE!r} is reserved in a ReplayMixture: it makes this itself.")
+        if not self._buffers or len(self._buffers) != len(shares):
+            raise ValueError(f"ReplayMixture needs a share for each of its buffers; found {len(shares)} shares.")
+        self._shares = tuple(validation.check_float("ReplayMixture share", share, above=True) for share in shares)
+        if not math.isclose(sum(self._shares), 1.0, abs_tol=1e-6):
+            raise ValueError(f"ReplayMixture shares must sum to 1; {self._shares} sum to {sum(self._shares):g}.")
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The buffers in the order of `source`."""
+        return self._buffers
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of each buffer."""
+        return self._shares
+
+    def __len__(self) -> int:
+        """Transitions stored in all buffers; on CUDA this waits for the device."""
+        return sum(map(len, self._buffers))
+
+    def __repr__(self) -> str:
+        """Shares and buffers; on CUDA this waits for the device."""
+        parts = (f"{share:g} of {buffer!r}" for share, buffer in zip(self._shares, self._buffers, strict=True))
+        return f"ReplayMixture({'; '.join(parts)})"
+
+    def _counts(self, batch_size: int) -> list[int]:
+        # sums of decimal shares are off in their last bits
+        parts = [round(share / sum(self._shares) * batch_size, 9) for share in self._shares]
+        counts = [math.floor(part) for part in parts]
+        order = sorted(range(len(parts)), key=lambda place: counts[place] - parts[place])
+        for place in order[: batch_size - sum(counts)]:
+            counts[place] += 1
+        return counts
+
+    def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
+        """Sample `B` rows, `share * B` of each buffer, in the order of the buffers, with their `source`.
+
+        batch_size, beta: as for the buffers' own `sample`.
+
+        Shares are rounded down, and those with the largest remainders, among equal ones the first, get a row more. A
+        buffer that gets none is not asked: it may be empty, and its beta schedule stays. Raises as the buffers' own
+        `sample`, before any of them has sampled.
+        """
+        return self._mixed(batch_size, lambda buffer, rows: buffer.sample(rows, beta=beta))
+
+    def sample_sequences(self, batch_size: int, length: int, burn_in: int = 0, **settings: Any) -> Batch:
+        """Sample `B` windows from trajectory buffers as `sample` does rows.
+
+        settings: beta, strict and stride of their own call. Where a buffer has too few windows, those before it have
+        sampled already.
+        """
+        return self._mixed(batch_size, lambda each, rows: each.sample_sequences(rows, length, burn_in, **settings))
+
+    def _mixed(self, batch_size: int, sample: Callable[[Any, int], Batch]) -> Batch:
+        counts = self._counts(validation.check_batch_size(batch_size))
+        drawn = [(place, self._buffers[place], rows) for place, rows in enumerate(counts) if rows]
+        for _, buffer, rows in drawn:
+            # a buffer that has too little is found before another one has sampled
+            with buffer._lock:
+                buffer._check_enough(rows)
+        batch = Batch.cat([sample(buffer, rows) for _, buffer, rows in drawn])
+        source = torch.empty(batch_size, dtype=torch.int64, device=batch.key.device)
+        begin = 0
+        for place, _, rows in drawn:
+            source[begin : begin + rows] = place
+            begin += rows
+        return Batch({**batch.to_dict(), _SOURCE: source})
+
+    def update_priorities(self, keys: Any, priorities: Any, source: Any) -> None:
+        """Give each row's buffer the new priority of its key; nothing waits for a device.
+
+        keys, priorities: as for the buffers' own `update_priorities`, which also says what it raises.
+        source: (m,) int64 as `batch.source`. A row of another number is ignored on CUDA, and a ValueError on the CPU.
+        """
+        device = self._buffers[0].device
+        checked = validation.as_keys(keys, device).to(device)
+        number = validation.as_keys(source, device, "source").to(device)
+        if number.shape != checked.shape:
+            raise ValueError(f"source must have shape {list(checked.shape)}, as keys; found {list(number.shape)}.")
+        last = len(self._buffers) - 1
+        if device.type == "cpu" and bool(((number < 0) | (number > last)).any()):
+            raise ValueError(f"source must be from 0 to {last}, as sample returns it; found {number.tolist()}.")
+        for place, buffer in enumerate(self._buffers):
+            # what is another's is no key here
+            buffer.update_priorities(torch.where(number == place, checked, -1), priorities)
