@@ -105,7 +105,7 @@ class Learner:
         return self.actor(policy).tanh()
 
     def learn_critic(self, large: Batch) -> tuple[None, Tensor]:
-        for batch in parts(large, self.updates):
+        for batch in large.minibatches(self.updates):
             with torch.no_grad():
                 noise = (0.2 * torch.randn_like(batch.action)).clamp(-0.5, 0.5)
                 action = (self.act(batch.next_obs.policy) + noise).clamp(-1, 1)
@@ -119,16 +119,12 @@ class Learner:
         return None, loss.detach()
 
     def learn_actor(self, large: Batch) -> tuple[None, Tensor]:
-        for batch in parts(large, self.updates // 2):
+        for batch in large.minibatches(self.updates // 2):
             loss = -self.critic(batch.obs, self.act(batch.obs.policy))[0].mean()
             self.of_actor.zero_grad()
             loss.backward()
             self.of_actor.step()
         return None, loss.detach()
-
-
-def parts(large: Batch, count: int) -> list[Batch]:
-    return [large[i::count] for i in range(count)]
 
 
 class Loop:
