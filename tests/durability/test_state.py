@@ -325,6 +325,6 @@ def test_a_state_of_a_newer_version_says_so(tmp_path: Path) -> None:
         ReplayBuffer.load(save(state, tmp_path / "c"))
     with pytest.raises(ValueError, match="version 2.*newer"):
         made("mass").load_state_dict(state)
-    write_checkpoint(tmp_path / "000000000007" / "state", {"version": 4}, {})
-    with pytest.raises(CheckpointError, match="version 4.*newer"):
+    write_checkpoint(tmp_path / "000000000007" / "state", {"version": 5}, {})
+    with pytest.raises(CheckpointError, match="version 5.*newer"):
         latest(tmp_path)
