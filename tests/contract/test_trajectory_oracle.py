@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from devices import device_fixture as device_fixture
+from devices import scale
 from pairs import StepPair, play
 
 from gpu_replay import Field, Latest, TrajectoryReplayBuffer, Uniform
@@ -145,7 +146,7 @@ def test_strict_sequences_are_all_that_no_ending_divides(length: int, device: st
             continue
         stored = range(step - 7, step + 2 - length)
         whole = {start for start in stored if endings.isdisjoint(range(start, start + length - 1))}
-        assert set(buffer.sample_sequences(300, length, strict=True).key.tolist()) == whole
+        assert set(buffer.sample_sequences(scale(300, 60), length, strict=True).key.tolist()) == whole
 
 
 def test_the_last_observation_stands_for_one_that_is_not_stored(device: str) -> None:
