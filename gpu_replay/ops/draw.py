@@ -251,7 +251,7 @@ def make_draw(
     own = blocks_for(PERMUTATION_WORDS if drawn and not (by_priority or replacement) else drawn)
     # a draw a thread; programs of one warp where it searches, so that a small batch spreads over a GPU
     searches = by != "uniform" or (tracks_eligibility and rule is None)
-    draws = per_program(32 if searches else 128, batch, interpreted)
+    draws = per_program(32 if searches else 128 if rule is None else 64, batch, interpreted)
     programs, blocks = -(-batch // draws), own
     shared: dict[str, Any] = {"levels": levels, "counters_ptr": counters, "drawn": drawn, "batch": batch}
     shared |= {"capacity": capacity, "per_drawn": reciprocal(max(drawn, 1)), "per_capacity": reciprocal(capacity)}
