@@ -226,27 +226,27 @@ def make_gather(
     return gather
 
 
-# keys and fields of a launch that finds keys itself, for each field anew, and most keys of a write
-_FOUND_AT_ONCE, _FIELDS_AT_ONCE, MOST_WRITTEN = 2**10, 8, 2**14
+# keys that are found by the launch that writes their rows, and most keys of a write: each is compared with all others
+_FOUND_AT_ONCE, MOST_WRITTEN = 2**10, 2**14
 
 
 def make_write(
     stores: Mapping[str, Tensor], fields: Mapping[str, Field], batch: int, counters: Tensor
 ) -> Callable[..., None]:
     """Device: store rows of these fields under live keys, the last of a repeated key, and count keys that are stale;
-    one launch a call, two for thousands of keys or many fields. It takes (batch,) int64 keys, the values by name,
-    and whether all are aligned.
+    one launch a call, two for thousands of keys. It takes (batch,) int64 keys, the values by name, and whether all are
+    aligned.
     """
     from gpu_replay.kernels.ring import find_slots_kernel, write_kernel
 
     interpreted = counters.device.type == "cpu"
     layout, _ = moved_rows(tuple(fields.values()), batch, interpreted)
-    # few rows a program: they are compared with all others
+    # few rows a program: they are compared with all others, of many fields fewer at once, which spill otherwise
     rows, capacity = per_program(128, batch, interpreted), next(iter(stores.values())).shape[0]
     layout = layout._replace(rows=tuple([min(rows, each) for each in layout.rows]))
     shared: dict[str, Any] = {"counters_ptr": counters, "batch": batch, "capacity": capacity}
-    shared |= {"per_capacity": reciprocal(capacity), "TOGETHER": 4}
-    apart = batch > _FOUND_AT_ONCE or len(fields) > _FIELDS_AT_ONCE
+    shared |= {"per_capacity": reciprocal(capacity), "TOGETHER": 4 if len(fields) <= 8 else 2}
+    apart = batch > _FOUND_AT_ONCE
     find = Launch(find_slots_kernel, -(-batch // rows), **shared, ROWS=rows) if apart else None
     shared |= {"TOGETHER": 0} if apart else {}
     places = tuple([stores[name] for name in fields])
