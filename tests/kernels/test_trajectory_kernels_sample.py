@@ -172,7 +172,13 @@ def test_sequences(mode: str, stack: int, length: int, device: str, guards: Guar
     assert length == 1 or not bool(expected["mask"].all())
 
 
-@thinned("name", SAMPLERS)
+# one that walks, and one each by mass and by rank
+REDRAWN = ("uniform", "annealed", "rank")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in REDRAWN else pytest.mark.slow) for name in SAMPLERS]
+)
 def test_sequences_that_fit_are_those_of_the_host(name: str, device: str, guards: Guards) -> None:
     """Kernels and host draw again the same, and mark nothing outside where they find none."""
     for length, stride, end in ((4, 1, 0.1), (2, 3, 0.3), (1, 2, 0.1)):
