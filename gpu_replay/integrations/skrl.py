@@ -171,7 +171,7 @@ class ReplayMemory(Memory):
         return [[None if each is None else each[i::mini_batches].flatten(0, 1) for each in columns] for i in parts]
 
     def _refused(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError(
+        raise RuntimeError(
             "ReplayMemory has no tensors that can be read or written by name: use sample(), memory.buffer[keys] or "
             "memory.buffer.batches(size). On-policy agents, which work on all steps in order, need RandomMemory."
         )

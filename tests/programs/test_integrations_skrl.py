@@ -153,7 +153,7 @@ def test_what_it_cannot_do_says_so() -> None:
     with pytest.raises(KeyError, match="actions, rewards, next_observations, terminated is missing"):
         memory.add_samples(observations=torch.zeros(4, 3))
     for call in (memory.sample_all, memory.get_tensor_by_name, memory.sample_by_index):
-        with pytest.raises(NotImplementedError, match="On-policy agents.*need RandomMemory"):
+        with pytest.raises(RuntimeError, match="On-policy agents.*need RandomMemory"):
             call(["observations"])
     ours = made(32, 4)
     step = {name: value[:2] for name, value in steps_of(1, 4, False)[0].items()}
