@@ -162,16 +162,16 @@ class Sampler(ABC):
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
-        own, known = cls.__module__ != __name__, Sampler.kinds.get(cls.__name__)
+        outside, known = cls.__module__ != __name__, Sampler.kinds.get(cls.__name__)
         if known is not None and known.__module__ == __name__:
             raise TypeError(f"{cls.__name__} is a sampler of gpu_replay; name yours differently.")
         kin = [each.__name__ for each in cls.__mro__ if each.__module__ == __name__ and getattr(each, "kernel", None)]
-        if own and kin:
+        if outside and kin:
             raise TypeError(
                 f"{cls.__name__} derives from {kin[0]}, and a device or a shard would draw it as that. Derive it from "
                 "BaseSampler."
             )
-        if own or not cls.__name__.startswith(("_", "Base")):
+        if outside or not cls.__name__.startswith(("_", "Base")):
             Sampler.kinds[cls.__name__] = cls
 
     def newest_of(self, batch: int) -> int:
@@ -454,10 +454,10 @@ class Proportional(_Prioritized):
         tree, doubles = host.masses, host.random.doubles(rows)
         within = host.range(tree, skipped) if skipped else ALL
         over_buffer = self.normalizes_over_buffer
-        draws = draw_by_mass(tree, doubles, stratified=self.stratified, of_all=over_buffer, within=within)
-        _some(draws.mass)
-        weight = weights_of(draws.ratio, self.beta_at(host.step) if beta is None else beta)
-        return HostDraw(draws.slots, draws.probability, weight)
+        drawn = draw_by_mass(tree, doubles, stratified=self.stratified, of_all=over_buffer, within=within)
+        _some(drawn.mass)
+        weight = weights_of(drawn.ratio, self.beta_at(host.step) if beta is None else beta)
+        return HostDraw(drawn.slots, drawn.probability, weight)
 
     def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
         tree, doubles = host.masses, doubles_of(host, count, again)

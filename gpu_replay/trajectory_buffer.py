@@ -319,7 +319,7 @@ class TrajectoryReplayBuffer(Buffer):
 
         envs: (E,) bool, or None for all.
 
-        Call it when a stream was interrupted: environments were reset by hand, or restarted beside a loaded checkpoint.
+        Call it when a stream was interrupted: environments were reset by hand, or restarted and a checkpoint loaded.
         Windows that are still open are never drawn. Raises ValueError or TypeError for another shape or dtype.
         """
         count, device, on_host = self._settings.num_envs, self._device, self._on_host

@@ -160,17 +160,17 @@ class StatefulBuffer(ABC):
 
     def _state_tensors(self, added: int) -> dict[str, Tensor]:
         """Views of all memory in use after `added` transitions, by name."""
-        written, draws = min(added, self._capacity), self._state
+        written, trees = min(added, self._capacity), self._state
         if self._placement.pinned:
             # the device may still read and write memory that the host is about to use
             self._stream_order.synchronize()
         views = {f"fields.{name}": tensor[:written] for name, tensor in self._storage.tensors.items()}
         views["times_sampled"] = self._storage.times_sampled[:written]
-        if draws.tree is not None:
-            views["masses"] = draws.tree.masses[:written]
+        if trees.tree is not None:
+            views["masses"] = trees.tree.masses[:written]
         views |= self._storage.stream_tensors(written)
-        if draws.tree is None and draws.eligible_tree is not None:
-            views["marks"] = draws.eligible_tree.masses[:written]
+        if trees.tree is None and trees.eligible_tree is not None:
+            views["marks"] = trees.eligible_tree.masses[:written]
         return views
 
     def _rebuild(self, seed: int) -> None:
@@ -199,7 +199,7 @@ class StatefulBuffer(ABC):
         with self._alone():
             if self._placement.path is not None:
                 self._check_copy()
-            return checkpoint_state.snapshot(self._buffer_state())
+            return checkpoint_state.take_snapshot(self._buffer_state())
 
     def _check_copy(self) -> None:
         """Raise MemoryError where a copy of what is stored is known not to fit into memory."""
@@ -218,7 +218,7 @@ class StatefulBuffer(ABC):
         nothing is changed then. An interrupt (KeyboardInterrupt) or a lack of memory later on leaves the buffer empty.
         """
         with self._lock, self._stream_order.repairing(), self._alone():
-            take_over = checkpoint_state.checked_state(self._buffer_state(), state)
+            take_over = checkpoint_state.checked_snapshot(self._buffer_state(), state)
             try:
                 self._stream_order.interrupted = True
                 take_over()
@@ -263,7 +263,7 @@ class StatefulBuffer(ABC):
         check: Callable[[dict[str, Any]], None] | None = None,
         **given: Any,
     ) -> Self:
-        """The saved buffer on this device, made with these arguments besides the saved ones.
+        """The saved buffer on this device, made with these arguments in addition to the saved ones.
 
         check: raises where the saved arguments do not allow those given.
         """
@@ -291,7 +291,7 @@ class StatefulBuffer(ABC):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """An independent buffer with the same state: both return the same next sample."""
         with self._alone():
-            views = checkpoint_state.snapshot(self._buffer_state(), copied=False)
+            views = checkpoint_state.take_snapshot(self._buffer_state(), copied=False)
             return remade(type(self), self._all_arguments(), views)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -299,8 +299,8 @@ class StatefulBuffer(ABC):
         return remade, (type(self), self._all_arguments(), self.state_dict())
 
 
-def remade(kind: type[Any], arguments: dict[str, Any], state: dict[str, Any]) -> Any:
+def remade(kind: type[Any], arguments: dict[str, Any], snapshot: dict[str, Any]) -> Any:
     """A buffer made with these arguments, in this state."""
     buffer = kind(**arguments)
-    buffer.load_state_dict(state)
+    buffer.load_state_dict(snapshot)
     return buffer

@@ -42,7 +42,7 @@ _of_thread = _OfThread()
 
 
 def side_stream(device: torch.device, use: Literal["captures", "copies"]) -> torch.cuda.Stream:
-    """A stream beside the current one: for each use one of each device and thread.
+    """A stream other than the current one: for each use one of each device and thread.
 
     A new one each time would soon be one that others use: torch has 32, which it hands out again and again.
     """
