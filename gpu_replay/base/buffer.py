@@ -87,7 +87,7 @@ class Buffer(StatefulBuffer):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors: fields, priorities and counters, wherever they are."""
-        return self._storage.nbytes + self._state.nbytes + self._sampling.scratch_bytes
+        return self._storage.nbytes + self._state.nbytes + self._made_engine.sampling.scratch_bytes
 
     @property
     def added(self) -> int:

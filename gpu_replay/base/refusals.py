@@ -36,6 +36,16 @@ class ForkedLock:
         """Never entered, so never left."""
 
 
+class HalfLoaded:
+    """Replaces what the calls of a buffer go to while it is loaded or cleared; all that is asked of it raises."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError(
+            "a load or clear of this buffer was interrupted, and so was the clear after it: rows may be mixtures of "
+            "two states. Call clear(), or load a state that was saved."
+        )
+
+
 def refuse_in_forks(buffer: Any) -> None:
     """From now on every call of this buffer raises RuntimeError in processes that are forked from this one."""
     _buffers.add(buffer)

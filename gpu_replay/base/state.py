@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from gpu_replay.base.refusals import class_only, refuse_for_spawned, refuse_in_forks
+from gpu_replay.base.refusals import HalfLoaded, class_only, refuse_for_spawned, refuse_in_forks
 from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.checkpoint.config import config_of
 from gpu_replay.checkpoint.joint import KIND, NO_SETTINGS, SINGLE, BufferCheckpoint, Share
@@ -95,8 +95,9 @@ class StatefulBuffer(ABC):
                 total_slots=self._total_slots,
             )
             self._counters = self._state.counters
-            self._engine: Engine = self._make_engine()
-        self._sampling: HostSampler | DeviceSampler = self._engine.sampling
+            self._made_engine: Engine = self._make_engine()
+        self._engine: Engine = self._made_engine
+        self._sampling: HostSampler | DeviceSampler = self._made_engine.sampling
         self._operators = Operators(self, self._device)
 
     @abstractmethod
@@ -121,31 +122,43 @@ class StatefulBuffer(ABC):
     def _alone(self) -> Iterator[None]:
         """Exclude all other calls, on host and device, for operations that the engine does not order itself."""
         with self._lock, self._stream_order:
+            # a half-loaded buffer raises here
+            _ = self._engine.sampling
             yield
+
+    def _refuse_calls(self) -> None:
+        """From now on calls raise RuntimeError, also those that wait for the lock, until `_accept_calls`."""
+        refusing: Any = HalfLoaded()
+        self._engine = self._sampling = refusing
+
+    def _accept_calls(self) -> None:
+        self._engine, self._sampling = self._made_engine, self._made_engine.sampling
 
     def clear(self) -> None:
         """Forget all transitions; keys go on counting, and so do the counts of `stats()`.
 
         An interrupt (KeyboardInterrupt) takes effect after the call.
         """
-        with self._lock, self._stream_order.repairing(), self._alone():
+        with self._lock, self._stream_order:
+            half_loaded = self._engine is not self._made_engine
             try:
-                self._forget_all()
+                self._forget_all(half_loaded)
             except BaseException:
                 # a clear that stops halfway would leave dead rows eligible, so it is repeated as a whole
-                self._forget_all()
+                self._forget_all(half_loaded)
                 raise
 
-    def _forget_all(self) -> None:
+    def _forget_all(self, half_loaded: bool) -> None:
+        self._refuse_calls()
         self._state.clear()
-        if self._stream_order.interrupted:
+        if half_loaded:
             # the counts of the host may be wrong, and what is known of the last steps
             self._storage.reset_from(0)
-            self._engine.rebuild(self._seed)
-            self._stream_order.interrupted = False
+            self._made_engine.rebuild(self._seed)
         else:
             self._storage.times_sampled.zero_()
-            self._engine.on_clear()
+            self._made_engine.on_clear()
+        self._accept_calls()
 
     # saved, loaded and copied
 
@@ -176,10 +189,10 @@ class StatefulBuffer(ABC):
     def _rebuild(self, seed: int) -> None:
         """Take over what was written into `_state_tensors` and the counters, and draw from this seed."""
         self._seed = seed
-        written = min(self._sampling.span()[1], self._capacity)
+        written = min(self._made_engine.sampling.span()[1], self._capacity)
         self._storage.reset_from(written)
         self._state.rebuild(written)
-        self._engine.rebuild(seed)
+        self._made_engine.rebuild(seed)
 
     def _buffer_state(self) -> checkpoint_state.BufferState:
         return checkpoint_state.BufferState(
@@ -217,15 +230,15 @@ class StatefulBuffer(ABC):
         Raises ValueError when capacity, fields or sampler differ, KeyError or TypeError for what is no such state;
         nothing is changed then. An interrupt (KeyboardInterrupt) or a lack of memory later on leaves the buffer empty.
         """
-        with self._lock, self._stream_order.repairing(), self._alone():
+        with self._lock, self._stream_order:
             take_over = checkpoint_state.checked_snapshot(self._buffer_state(), state)
             try:
-                self._stream_order.interrupted = True
+                self._refuse_calls()
                 take_over()
+                self._accept_calls()
             except BaseException:
-                self._forget_all()
+                self._forget_all(half_loaded=True)
                 raise
-            self._stream_order.interrupted = False
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a checkpoint folder: no pickle, streamed, checksummed; a crash leaves the old one or the new one.

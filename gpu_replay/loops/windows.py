@@ -3,8 +3,8 @@
 """n-step windows of steps in a ring, where the frames of the stacks before and after them lie, and their copies.
 
 Each frame has a slot of the ring, ZEROS, or `ZEROS - 1 - row` for a row of the pool of kept final observations. Frame
-`i` of a stack of S is the one S - 1 - i steps before its newest, unless the episode began later: then it is the episode's first
-frame, or zeros.
+`i` of a stack of S is the one S - 1 - i steps before its newest, unless the episode began later: then it is the
+episode's first frame, or zeros.
 """
 
 from __future__ import annotations
