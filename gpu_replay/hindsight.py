@@ -44,8 +44,9 @@ class Hindsight:
     what is stored do not change. What was achieved after a step is seen in the observation after it. Where an episode's
     last one is not there, because `add` got no `final_obs` or the stream was broken, no goal comes from it, and a
     rewritten row that would need it stays as it is. `reward_fn` may be called for such rows too; their results are not
-    used. Both functions run inside `sample`, under the buffer's lock: neither may change the buffer, nor wait for a
-    thread that calls it, nor for the device if samples are to be captured in a CUDA graph.
+    used. Both functions run inside `sample`, under the buffer's lock: neither may change the buffer or sample from it
+    (RuntimeError), nor wait for a thread that calls it, nor for the device if samples are to be captured in a CUDA
+    graph.
 
     With the dictionaries of a Gymnasium `GoalEnv` (Gymnasium-Robotics) each entry is a field of its own:
 

@@ -163,8 +163,9 @@ class Sampler(ABC):
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
         outside, known = cls.__module__ != __name__, Sampler.kinds.get(cls.__name__)
-        if known is not None and known.__module__ == __name__:
-            raise TypeError(f"{cls.__name__} is a sampler of gpu_replay; name yours differently.")
+        if (known is not None and known.__module__ == __name__) or cls.__name__ == LinearSchedule.__name__:
+            what = "schedule" if known is None else "sampler"
+            raise TypeError(f"{cls.__name__} is a {what} of gpu_replay; name yours differently.")
         kin = [each.__name__ for each in cls.__mro__ if each.__module__ == __name__ and getattr(each, "kernel", None)]
         if outside and kin:
             raise TypeError(
@@ -386,10 +387,11 @@ class _Prioritized(BaseSampler):
     def __post_init__(self) -> None:
         owner = type(self).__name__
         _put(self, alpha=check_float(f"{owner} alpha", self.alpha, high=MOST_EXPONENT))
-        if isinstance(self.beta, LinearSchedule):
+        if type(self.beta) is LinearSchedule:
             check_float(f"{owner} beta.start", self.beta.start)
             check_float(f"{owner} beta.end", self.beta.end)
-        elif isinstance(self.beta, tuple):
+        elif isinstance(self.beta, (tuple, LinearSchedule)):
+            # a device draws by the numbers of a schedule alone, and a checkpoint keeps these
             raise TypeError(f"{owner} beta must be a number or LinearSchedule(start, end, steps); found {self.beta!r}.")
         else:
             _put(self, beta=check_float(f"{owner} beta", self.beta, high=MOST_EXPONENT))

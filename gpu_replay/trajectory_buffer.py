@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import validation
 from gpu_replay.base.buffer import Buffer
-from gpu_replay.base.refusals import class_only, hint_from_spaces
+from gpu_replay.base.refusals import RELABELS, class_only, hint_from_spaces
 from gpu_replay.base.steps import StepInput
 from gpu_replay.batch import Batch
 from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
@@ -359,7 +359,19 @@ class TrajectoryReplayBuffer(Buffer):
         batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
         with self._lock:
             self._check_enough(batch)
-            return Batch(self._engine.sample(batch, exponent))
+            if self._settings.relabel is None:
+                return Batch(self._engine.sample(batch, exponent))
+            engine = self._engine
+            try:
+                # what the user's functions may do
+                self._refuse_calls(RELABELS, "sampling", "span", "counts", "read", "stored")
+                return Batch(engine.sample(batch, exponent))
+            finally:
+                try:
+                    self._accept_calls()
+                finally:
+                    # an interrupt may have come before
+                    self._accept_calls()
 
     def sample_sequences(
         self,

@@ -342,7 +342,7 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in another dtype, refusing what would lose a value by kind or by range."""
     source = tensor.dtype
     rule = _cast_rule(source, dtype)
-    if rule == "lossless":
+    if rule == "lossless" or not tensor.numel():
         return tensor.to(dtype)
     refusal = f"field {name!r} is stored as {dtype}; found {source}, which cannot be cast without loss."
     if rule == "never":

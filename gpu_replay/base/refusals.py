@@ -36,14 +36,29 @@ class ForkedLock:
         """Never entered, so never left."""
 
 
-class HalfLoaded:
-    """Replaces what the calls of a buffer go to while it is loaded or cleared; all that is asked of it raises."""
+HALF_LOADED = (
+    "a load or clear of this buffer was interrupted, and so was the clear after it: rows may be mixtures of two "
+    "states. Call clear(), or load a state that was saved."
+)
+RELABELS = (
+    "reward_fn and terminated_fn run inside sample: they must not change their buffer, nor sample from it. Make such "
+    "calls once sample has returned."
+)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise RuntimeError(
-            "a load or clear of this buffer was interrupted, and so was the clear after it: rows may be mixtures of "
-            "two states. Call clear(), or load a state that was saved."
-        )
+
+class Refusing:
+    """Replaces an engine, or its sampler, while the calls of a buffer would find it half changed: they raise.
+
+    allowed: what may be asked of the engine meanwhile.
+    """
+
+    def __init__(self, message: str, engine: Any, allowed: tuple[str, ...]) -> None:
+        self._message, self._engine, self._allowed = message, engine, allowed
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._allowed:
+            return getattr(self._engine, name)
+        raise RuntimeError(self._message)
 
 
 def refuse_in_forks(buffer: Any) -> None:

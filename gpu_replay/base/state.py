@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from gpu_replay.base.refusals import HalfLoaded, class_only, refuse_for_spawned, refuse_in_forks
+from gpu_replay.base.refusals import HALF_LOADED, Refusing, class_only, refuse_for_spawned, refuse_in_forks
 from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.checkpoint.config import config_of
 from gpu_replay.checkpoint.joint import KIND, NO_SETTINGS, SINGLE, BufferCheckpoint, Share
@@ -126,10 +126,14 @@ class StatefulBuffer(ABC):
             _ = self._engine.sampling
             yield
 
-    def _refuse_calls(self) -> None:
-        """From now on calls raise RuntimeError, also those that wait for the lock, until `_accept_calls`."""
-        refusing: Any = HalfLoaded()
-        self._engine = self._sampling = refusing
+    def _refuse_calls(self, message: str, *allowed: str) -> None:
+        """From now on calls raise RuntimeError, also those that wait for the lock, until `_accept_calls`.
+
+        allowed: what calls may ask of the engine and its sampler.
+        """
+        engine, sampling = self._made_engine, self._made_engine.sampling
+        refusing: Any = [Refusing(message, each, allowed) for each in (engine, sampling)]
+        self._engine, self._sampling = refusing
 
     def _accept_calls(self) -> None:
         self._engine, self._sampling = self._made_engine, self._made_engine.sampling
@@ -140,7 +144,7 @@ class StatefulBuffer(ABC):
         An interrupt (KeyboardInterrupt) takes effect after the call.
         """
         with self._lock, self._stream_order:
-            half_loaded = self._engine is not self._made_engine
+            half_loaded = self._is_half_loaded()
             try:
                 self._forget_all(half_loaded)
             except BaseException:
@@ -148,8 +152,13 @@ class StatefulBuffer(ABC):
                 self._forget_all(half_loaded)
                 raise
 
+    def _is_half_loaded(self) -> bool:
+        """Whether an earlier load or clear did not end. Raises RuntimeError where nothing may change the buffer."""
+        _ = self._engine.rebuild
+        return self._engine is not self._made_engine
+
     def _forget_all(self, half_loaded: bool) -> None:
-        self._refuse_calls()
+        self._refuse_calls(HALF_LOADED, "rebuild")
         self._state.clear()
         if half_loaded:
             # the counts of the host may be wrong, and what is known of the last steps
@@ -231,9 +240,10 @@ class StatefulBuffer(ABC):
         nothing is changed then. An interrupt (KeyboardInterrupt) or a lack of memory later on leaves the buffer empty.
         """
         with self._lock, self._stream_order:
+            self._is_half_loaded()
             take_over = checkpoint_state.checked_snapshot(self._buffer_state(), state)
             try:
-                self._refuse_calls()
+                self._refuse_calls(HALF_LOADED, "rebuild")
                 take_over()
                 self._accept_calls()
             except BaseException:
