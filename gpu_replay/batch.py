@@ -16,7 +16,7 @@ class Batch:
     """Named tensors with one leading batch dimension: `batch.obs` and `batch["obs"]` are the same tensor.
 
     `len(batch)` is the number of transitions. `keys()`, `values()`, `items()`, `in` and iteration use the names.
-    Besides the fields: `key` (B,) int64, and from `sample` also `probability` (B,) float32 and `weight` (B,) float32.
+    It holds the fields, `key` (B,) int64, and from `sample` also `probability` (B,) float32 and `weight` (B,) float32.
     Fields with dotted names (`obs.camera`) are also reached as a group: `batch["obs"]["camera"]`, `batch.obs.camera`.
     Rows are a Batch too: `batch[3:10]` as views, `batch[mask]` and `batch[index]`, which may be arrays or lists, as
     copies. A batch is a snapshot: later calls of the buffer do not change it. It is registered as a torch pytree.

@@ -28,8 +28,8 @@ class Hindsight:
                    the agent is given; of one shape and dtype.
     reward_fn:     `reward_fn(achieved, desired)`: K rewards, [K], of K steps at once, from `[K, *goal]` tensors on the
                    buffer's device as they leave `sample()`: the goal achieved after the step, and the new goal. Of
-                   CPU tensors it may give a NumPy array. `reward_fn(achieved, desired, step)` gets a dictionary
-                   besides, the action and every field that is no observation of these steps, [K, *shape]: so
+                   CPU tensors it may give a NumPy array. `reward_fn(achieved, desired, step)` also gets a
+                   dictionary, the action and every field that is no observation of these steps, [K, *shape]: so
                    `compute_reward(achieved, desired, info)` of a GoalEnv finds what it needs if fields hold it.
                    Required positional parameters are counted; a function without a signature gets two.
     ratio:         share of a batch that is rewritten: exactly `round(ratio * B)` random rows.
@@ -44,8 +44,9 @@ class Hindsight:
     what is stored do not change. What was achieved after a step is seen in the observation after it. Where an episode's
     last one is not there, because `add` got no `final_obs` or the stream was broken, no goal comes from it, and a
     rewritten row that would need it stays as it is. `reward_fn` may be called for such rows too; their results are not
-    used. Both functions run inside `sample`, under the buffer's lock: neither may change the buffer, nor wait for a
-    thread that calls it, nor for the device if samples are to be captured in a CUDA graph.
+    used. Both functions run inside `sample`, under the buffer's lock: neither may change the buffer or sample from it
+    (RuntimeError), nor wait for a thread that calls it, nor for the device if samples are to be captured in a CUDA
+    graph.
 
     With the dictionaries of a Gymnasium `GoalEnv` (Gymnasium-Robotics) each entry is a field of its own:
 
@@ -193,8 +194,8 @@ class Hindsight:
         """The result of a user's function as a (K,) tensor on the device of the rows, or TypeError / ValueError."""
         count = rows.shape[0]
         # fast path: what most functions return on the CPU
-        plain = type(value) is Tensor and value.is_cpu and value.layout is torch.strided and not value.is_nested
-        if plain and rows.is_cpu and not value.requires_grad and value.shape == (count,):
+        is_dense = type(value) is Tensor and value.is_cpu and value.layout is torch.strided and not value.is_nested
+        if is_dense and rows.is_cpu and not value.requires_grad and value.shape == (count,):
             return value
         device = rows.device
         expected = f"{name} of Hindsight must return one value for each of {count} rows, a tensor [{count}] on {device}"

@@ -162,16 +162,17 @@ class Sampler(ABC):
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
-        own, known = cls.__module__ != __name__, Sampler.kinds.get(cls.__name__)
-        if known is not None and known.__module__ == __name__:
-            raise TypeError(f"{cls.__name__} is a sampler of gpu_replay; name yours differently.")
+        outside, known = cls.__module__ != __name__, Sampler.kinds.get(cls.__name__)
+        if (known is not None and known.__module__ == __name__) or cls.__name__ == LinearSchedule.__name__:
+            what = "schedule" if known is None else "sampler"
+            raise TypeError(f"{cls.__name__} is a {what} of gpu_replay; name yours differently.")
         kin = [each.__name__ for each in cls.__mro__ if each.__module__ == __name__ and getattr(each, "kernel", None)]
-        if own and kin:
+        if outside and kin:
             raise TypeError(
                 f"{cls.__name__} derives from {kin[0]}, and a device or a shard would draw it as that. Derive it from "
                 "BaseSampler."
             )
-        if own or not cls.__name__.startswith(("_", "Base")):
+        if outside or not cls.__name__.startswith(("_", "Base")):
             Sampler.kinds[cls.__name__] = cls
 
     def newest_of(self, batch: int) -> int:
@@ -386,10 +387,11 @@ class _Prioritized(BaseSampler):
     def __post_init__(self) -> None:
         owner = type(self).__name__
         _put(self, alpha=check_float(f"{owner} alpha", self.alpha, high=MOST_EXPONENT))
-        if isinstance(self.beta, LinearSchedule):
+        if type(self.beta) is LinearSchedule:
             check_float(f"{owner} beta.start", self.beta.start)
             check_float(f"{owner} beta.end", self.beta.end)
-        elif isinstance(self.beta, tuple):
+        elif isinstance(self.beta, (tuple, LinearSchedule)):
+            # a device draws by the numbers of a schedule alone, and a checkpoint keeps these
             raise TypeError(f"{owner} beta must be a number or LinearSchedule(start, end, steps); found {self.beta!r}.")
         else:
             _put(self, beta=check_float(f"{owner} beta", self.beta, high=MOST_EXPONENT))
@@ -454,10 +456,10 @@ class Proportional(_Prioritized):
         tree, doubles = host.masses, host.random.doubles(rows)
         within = host.range(tree, skipped) if skipped else ALL
         over_buffer = self.normalizes_over_buffer
-        draws = draw_by_mass(tree, doubles, stratified=self.stratified, of_all=over_buffer, within=within)
-        _some(draws.mass)
-        weight = weights_of(draws.ratio, self.beta_at(host.step) if beta is None else beta)
-        return HostDraw(draws.slots, draws.probability, weight)
+        drawn = draw_by_mass(tree, doubles, stratified=self.stratified, of_all=over_buffer, within=within)
+        _some(drawn.mass)
+        weight = weights_of(drawn.ratio, self.beta_at(host.step) if beta is None else beta)
+        return HostDraw(drawn.slots, drawn.probability, weight)
 
     def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
         tree, doubles = host.masses, doubles_of(host, count, again)

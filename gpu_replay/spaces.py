@@ -84,8 +84,8 @@ def vector_settings(env: VectorEnv[Any, Any, Any] | Env[Any, Any], *, single: bo
     if autoreset_name(mode) not in _AUTORESET.values():
         raise ValueError(f"the environment's metadata has autoreset_mode={mode!r}; give autoreset=... yourself.")
     # before gymnasium 1.4 vector environments of a class share their metadata, with the mode of the last one made
-    own = autoreset_name(getattr(inner, "autoreset_mode", mode))
-    return {**settings, "autoreset": own if own in _AUTORESET.values() else autoreset_name(mode)}
+    inner_mode = autoreset_name(getattr(inner, "autoreset_mode", mode))
+    return {**settings, "autoreset": inner_mode if inner_mode in _AUTORESET.values() else autoreset_name(mode)}
 
 
 def warn_of_stacks(fields: Mapping[str, Field]) -> None:

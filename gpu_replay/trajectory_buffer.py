@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import validation
 from gpu_replay.base.buffer import Buffer
-from gpu_replay.base.refusals import class_only, hint_from_spaces
+from gpu_replay.base.refusals import RELABELS, class_only, hint_from_spaces
 from gpu_replay.base.steps import StepInput
 from gpu_replay.batch import Batch
 from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
@@ -319,7 +319,7 @@ class TrajectoryReplayBuffer(Buffer):
 
         envs: (E,) bool, or None for all.
 
-        Call it when a stream was interrupted: environments were reset by hand, or restarted beside a loaded checkpoint.
+        Call it when a stream was interrupted: environments were reset by hand, or restarted and a checkpoint loaded.
         Windows that are still open are never drawn. Raises ValueError or TypeError for another shape or dtype.
         """
         count, device, on_host = self._settings.num_envs, self._device, self._on_host
@@ -359,7 +359,19 @@ class TrajectoryReplayBuffer(Buffer):
         batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
         with self._lock:
             self._check_enough(batch)
-            return Batch(self._engine.sample(batch, exponent))
+            if self._settings.relabel is None:
+                return Batch(self._engine.sample(batch, exponent))
+            engine = self._engine
+            try:
+                # what the user's functions may do
+                self._refuse_calls(RELABELS, "sampling", "span", "counts", "read", "stored")
+                return Batch(engine.sample(batch, exponent))
+            finally:
+                try:
+                    self._accept_calls()
+                finally:
+                    # an interrupt may have come before
+                    self._accept_calls()
 
     def sample_sequences(
         self,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gpu_replay.fields import ALIGNMENT, DICTIONARIES, STORABLE, TORCH_OF, Field
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_DENSE = (Tensor, torch.nn.Parameter)
 # largest batch size; no memory holds more rows
 _MOST_ROWS = 2**48
 # largest alpha, beta and eps of a sampler: products and sums with them stay finite
@@ -66,7 +66,7 @@ def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
     Raises TypeError for what is no array of plain numbers, ValueError for a tensor on a third device.
     """
     if isinstance(value, Tensor):
-        if type(value) not in _PLAIN or value.layout is not torch.strided or value.is_nested:
+        if type(value) not in _DENSE or value.layout is not torch.strided or value.is_nested:
             kind = "nested" if value.is_nested else f"{value.layout} {type(value).__name__}"
             raise TypeError(f"{name!r} must be a dense torch.Tensor or an array; found a {kind} one: convert it first.")
         if not value.is_cpu and not same_device(value.device, device):
@@ -168,7 +168,7 @@ def _storable(name: str, array: np.ndarray) -> np.ndarray:
     raise TypeError(f"{name!r} must hold booleans, integers or floating numbers; found NumPy dtype {array.dtype}.")
 
 
-def plain_array(value: Any) -> Any:
+def as_ndarray(value: Any) -> Any:
     """An array, or what a dense tensor on the CPU shows of its memory; None of anything else."""
     try:
         array = value.numpy() if type(value) is Tensor else value
@@ -255,7 +255,7 @@ def _single_row(
     for name, field, dtype, shape in checks if rows in (None, 1) else ():
         value = fields[name]
         # fast paths: what can be stored as it is
-        array = plain_array(value) if on_host else None
+        array = as_ndarray(value) if on_host else None
         if array is not None and array.dtype == dtype and array.shape == shape:
             values[name] = array[None]
         elif (
@@ -342,7 +342,7 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in another dtype, refusing what would lose a value by kind or by range."""
     source = tensor.dtype
     rule = _cast_rule(source, dtype)
-    if rule == "lossless":
+    if rule == "lossless" or not tensor.numel():
         return tensor.to(dtype)
     refusal = f"field {name!r} is stored as {dtype}; found {source}, which cannot be cast without loss."
     if rule == "never":
@@ -372,8 +372,8 @@ def as_keys(value: Any, device: torch.device, name: str = "keys") -> Tensor:
     Raises TypeError for other dtypes, ValueError for more than one dimension or a third device.
     """
     # fast path: what `sample` and `add` returned
-    plain = type(value) is Tensor and value.dtype is torch.int64 and value.layout is torch.strided
-    if plain and value.device == device and value.dim() == 1:
+    is_dense = type(value) is Tensor and value.dtype is torch.int64 and value.layout is torch.strided
+    if is_dense and value.device == device and value.dim() == 1:
         return value if value.is_cpu else record_stream(value)
     try:
         tensor = as_tensor(name, value, device)
@@ -401,17 +401,17 @@ def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: boo
     """
     if as_array:
         # fast path: what `sample` returned and a learner has computed; a sum that overflows is looked at again
-        plain, numbers = plain_array(keys), plain_array(priorities)
+        array, numbers = as_ndarray(keys), as_ndarray(priorities)
         if (
-            plain is not None
+            array is not None
             and numbers is not None
-            and plain.dtype == _INT64
-            and plain.ndim == 1
+            and array.dtype == _INT64
+            and array.ndim == 1
             and numbers.dtype in _REAL
-            and numbers.shape == plain.shape
+            and numbers.shape == array.shape
             and np.vdot(numbers, numbers) < math.inf
         ):
-            return plain, numbers, False
+            return array, numbers, False
     elif device.type != "cpu" and len(rows := getattr(keys, "shape", ())) == 1:
         # fast path: a kernel can read both
         expected = ("keys", torch.int64, rows), ("priorities", torch.float32, rows)

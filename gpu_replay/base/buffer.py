@@ -87,7 +87,7 @@ class Buffer(StatefulBuffer):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors: fields, priorities and counters, wherever they are."""
-        return self._storage.nbytes + self._state.nbytes + self._sampling.scratch_bytes
+        return self._storage.nbytes + self._state.nbytes + self._made_engine.sampling.scratch_bytes
 
     @property
     def added(self) -> int:
@@ -266,7 +266,7 @@ class Buffer(StatefulBuffer):
                 stored as they come: `scale` and `sample_dtype` count on their way out alone.
 
         Priorities, the times that rows were sampled and the order of keys stay. In a trajectory buffer each observation
-        is stored once: a new `obs` is seen in the stacks, and as `next_obs`, of the steps beside it too; rewards, flags
+        is stored once: a new `obs` is seen in the stacks, and as `next_obs`, of neighbouring steps too; rewards, flags
         and final observations stay. On CUDA it is one launch, for more than 1,024 keys two; of more than 16,384 keys an
         interrupt (KeyboardInterrupt) may leave the first ones written there.
 
@@ -369,8 +369,8 @@ class Buffer(StatefulBuffer):
                   they are; or `(priorities, output)`, where `output`, made of tensors, is what the step returns.
         warm_ups: calls of the step, at least 1, that run eagerly before the graph is captured. They are ordinary steps,
                   not extra ones.
-        generators: of the buffer's device, from which `learn` draws beside torch's own, as for exploration: replays
-                  move them on as calls do.
+        generators: of the buffer's device, from which `learn` draws in addition to torch's own, as for exploration:
+                  replays move them on as calls do.
 
         Each call, replayed or not, samples anew and advances the beta schedule and, where `learn` adds, the ring. On a
         CPU every call runs eagerly, so that one program serves both. During the capture `learn` runs once on the host,

@@ -1,4 +1,4 @@
-"""`ReplayMixture`: batches from several buffers in fixed shares, such as demonstrations beside a buffer that fills."""
+"""`ReplayMixture`: batches from several buffers in fixed shares, such as demonstrations and a buffer that fills."""
 
 from __future__ import annotations
 

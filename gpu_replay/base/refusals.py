@@ -36,6 +36,31 @@ class ForkedLock:
         """Never entered, so never left."""
 
 
+HALF_LOADED = (
+    "a load or clear of this buffer was interrupted, and so was the clear after it: rows may be mixtures of two "
+    "states. Call clear(), or load a state that was saved."
+)
+RELABELS = (
+    "reward_fn and terminated_fn run inside sample: they must not change their buffer, nor sample from it. Make such "
+    "calls once sample has returned."
+)
+
+
+class Refusing:
+    """Replaces an engine, or its sampler, while the calls of a buffer would find it half changed: they raise.
+
+    allowed: what may be asked of the engine meanwhile.
+    """
+
+    def __init__(self, message: str, engine: Any, allowed: tuple[str, ...]) -> None:
+        self._message, self._engine, self._allowed = message, engine, allowed
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._allowed:
+            return getattr(self._engine, name)
+        raise RuntimeError(self._message)
+
+
 def refuse_in_forks(buffer: Any) -> None:
     """From now on every call of this buffer raises RuntimeError in processes that are forked from this one."""
     _buffers.add(buffer)

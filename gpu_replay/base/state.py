@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from gpu_replay.base.refusals import class_only, refuse_for_spawned, refuse_in_forks
+from gpu_replay.base.refusals import HALF_LOADED, Refusing, class_only, refuse_for_spawned, refuse_in_forks
 from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.checkpoint.config import config_of
 from gpu_replay.checkpoint.joint import KIND, NO_SETTINGS, SINGLE, BufferCheckpoint, Share
@@ -95,8 +95,9 @@ class StatefulBuffer(ABC):
                 total_slots=self._total_slots,
             )
             self._counters = self._state.counters
-            self._engine: Engine = self._make_engine()
-        self._sampling: HostSampler | DeviceSampler = self._engine.sampling
+            self._made_engine: Engine = self._make_engine()
+        self._engine: Engine = self._made_engine
+        self._sampling: HostSampler | DeviceSampler = self._made_engine.sampling
         self._operators = Operators(self, self._device)
 
     @abstractmethod
@@ -121,31 +122,52 @@ class StatefulBuffer(ABC):
     def _alone(self) -> Iterator[None]:
         """Exclude all other calls, on host and device, for operations that the engine does not order itself."""
         with self._lock, self._stream_order:
+            # a half-loaded buffer raises here
+            _ = self._engine.sampling
             yield
+
+    def _refuse_calls(self, message: str, *allowed: str) -> None:
+        """From now on calls raise RuntimeError, also those that wait for the lock, until `_accept_calls`.
+
+        allowed: what calls may ask of the engine and its sampler.
+        """
+        engine, sampling = self._made_engine, self._made_engine.sampling
+        refusing: Any = [Refusing(message, each, allowed) for each in (engine, sampling)]
+        self._engine, self._sampling = refusing
+
+    def _accept_calls(self) -> None:
+        self._engine, self._sampling = self._made_engine, self._made_engine.sampling
 
     def clear(self) -> None:
         """Forget all transitions; keys go on counting, and so do the counts of `stats()`.
 
         An interrupt (KeyboardInterrupt) takes effect after the call.
         """
-        with self._lock, self._stream_order.repairing(), self._alone():
+        with self._lock, self._stream_order:
+            half_loaded = self._is_half_loaded()
             try:
-                self._forget_all()
+                self._forget_all(half_loaded)
             except BaseException:
                 # a clear that stops halfway would leave dead rows eligible, so it is repeated as a whole
-                self._forget_all()
+                self._forget_all(half_loaded)
                 raise
 
-    def _forget_all(self) -> None:
+    def _is_half_loaded(self) -> bool:
+        """Whether an earlier load or clear did not end. Raises RuntimeError where nothing may change the buffer."""
+        _ = self._engine.rebuild
+        return self._engine is not self._made_engine
+
+    def _forget_all(self, half_loaded: bool) -> None:
+        self._refuse_calls(HALF_LOADED, "rebuild")
         self._state.clear()
-        if self._stream_order.interrupted:
+        if half_loaded:
             # the counts of the host may be wrong, and what is known of the last steps
             self._storage.reset_from(0)
-            self._engine.rebuild(self._seed)
-            self._stream_order.interrupted = False
+            self._made_engine.rebuild(self._seed)
         else:
             self._storage.times_sampled.zero_()
-            self._engine.on_clear()
+            self._made_engine.on_clear()
+        self._accept_calls()
 
     # saved, loaded and copied
 
@@ -160,26 +182,26 @@ class StatefulBuffer(ABC):
 
     def _state_tensors(self, added: int) -> dict[str, Tensor]:
         """Views of all memory in use after `added` transitions, by name."""
-        written, draws = min(added, self._capacity), self._state
+        written, trees = min(added, self._capacity), self._state
         if self._placement.pinned:
             # the device may still read and write memory that the host is about to use
             self._stream_order.synchronize()
         views = {f"fields.{name}": tensor[:written] for name, tensor in self._storage.tensors.items()}
         views["times_sampled"] = self._storage.times_sampled[:written]
-        if draws.tree is not None:
-            views["masses"] = draws.tree.masses[:written]
+        if trees.tree is not None:
+            views["masses"] = trees.tree.masses[:written]
         views |= self._storage.stream_tensors(written)
-        if draws.tree is None and draws.eligible_tree is not None:
-            views["marks"] = draws.eligible_tree.masses[:written]
+        if trees.tree is None and trees.eligible_tree is not None:
+            views["marks"] = trees.eligible_tree.masses[:written]
         return views
 
     def _rebuild(self, seed: int) -> None:
         """Take over what was written into `_state_tensors` and the counters, and draw from this seed."""
         self._seed = seed
-        written = min(self._sampling.span()[1], self._capacity)
+        written = min(self._made_engine.sampling.span()[1], self._capacity)
         self._storage.reset_from(written)
         self._state.rebuild(written)
-        self._engine.rebuild(seed)
+        self._made_engine.rebuild(seed)
 
     def _buffer_state(self) -> checkpoint_state.BufferState:
         return checkpoint_state.BufferState(
@@ -199,7 +221,7 @@ class StatefulBuffer(ABC):
         with self._alone():
             if self._placement.path is not None:
                 self._check_copy()
-            return checkpoint_state.snapshot(self._buffer_state())
+            return checkpoint_state.take_snapshot(self._buffer_state())
 
     def _check_copy(self) -> None:
         """Raise MemoryError where a copy of what is stored is known not to fit into memory."""
@@ -217,15 +239,16 @@ class StatefulBuffer(ABC):
         Raises ValueError when capacity, fields or sampler differ, KeyError or TypeError for what is no such state;
         nothing is changed then. An interrupt (KeyboardInterrupt) or a lack of memory later on leaves the buffer empty.
         """
-        with self._lock, self._stream_order.repairing(), self._alone():
-            take_over = checkpoint_state.checked_state(self._buffer_state(), state)
+        with self._lock, self._stream_order:
+            self._is_half_loaded()
+            take_over = checkpoint_state.checked_snapshot(self._buffer_state(), state)
             try:
-                self._stream_order.interrupted = True
+                self._refuse_calls(HALF_LOADED, "rebuild")
                 take_over()
+                self._accept_calls()
             except BaseException:
-                self._forget_all()
+                self._forget_all(half_loaded=True)
                 raise
-            self._stream_order.interrupted = False
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a checkpoint folder: no pickle, streamed, checksummed; a crash leaves the old one or the new one.
@@ -263,7 +286,7 @@ class StatefulBuffer(ABC):
         check: Callable[[dict[str, Any]], None] | None = None,
         **given: Any,
     ) -> Self:
-        """The saved buffer on this device, made with these arguments besides the saved ones.
+        """The saved buffer on this device, made with these arguments in addition to the saved ones.
 
         check: raises where the saved arguments do not allow those given.
         """
@@ -291,7 +314,7 @@ class StatefulBuffer(ABC):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """An independent buffer with the same state: both return the same next sample."""
         with self._alone():
-            views = checkpoint_state.snapshot(self._buffer_state(), copied=False)
+            views = checkpoint_state.take_snapshot(self._buffer_state(), copied=False)
             return remade(type(self), self._all_arguments(), views)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -299,8 +322,8 @@ class StatefulBuffer(ABC):
         return remade, (type(self), self._all_arguments(), self.state_dict())
 
 
-def remade(kind: type[Any], arguments: dict[str, Any], state: dict[str, Any]) -> Any:
+def remade(kind: type[Any], arguments: dict[str, Any], snapshot: dict[str, Any]) -> Any:
     """A buffer made with these arguments, in this state."""
     buffer = kind(**arguments)
-    buffer.load_state_dict(state)
+    buffer.load_state_dict(snapshot)
     return buffer

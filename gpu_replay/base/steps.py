@@ -177,7 +177,7 @@ class StepInput:
                     f"environment; found {type(rows).__name__}."
                 )
         columns = flattened(given, names)
-        # Gymnasium puts a mask `_NAME` of the environments beside each NAME
+        # Gymnasium puts a mask `_NAME` of the environments next to each NAME
         named = [name for name in columns if name in names or not name.rpartition(".")[2].startswith("_")]
         check_names(dict.fromkeys(f"final_{name}" for name in named), dict.fromkeys(f"final_{name}" for name in names))
         return {name: columns[name] for name in names}

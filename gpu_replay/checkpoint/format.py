@@ -40,9 +40,9 @@ from gpu_replay.checkpoint.shards import (
     check_length,
     file_bytes,
     in_parallel,
-    plan_shards,
     read_shard,
     sha256_of,
+    split_into_shards,
     synchronize,
     write_shard,
 )
@@ -67,16 +67,16 @@ def write_checkpoint(
     shard_bytes: the most that one shard file holds, except that a single row of a tensor is never split.
 
     Shards that hold what they held before are not written again. Until the new checkpoint is complete the old one
-    stands beside it, and what differs takes its space twice.
+    stands next to it, and what differs takes its space twice.
     Raises TypeError or ValueError for what cannot be written, CheckpointError if `path` is not a checkpoint or another
     save to it is under way, and OSError if the disk is full or fails; in each case the old checkpoint is as it was.
     """
     json.dumps(manifest)
-    plan = plan_shards(tensors, shard_bytes)
+    contents = split_into_shards(tensors, shard_bytes)
     synchronize(tensors.values())
     with writing(path) as (folder, before):
         try:
-            write_manifest(folder, manifest, write_shards(folder, plan, tensors))
+            write_manifest(folder, manifest, write_shards(folder, contents, tensors))
         except OSError as error:
             state = "The checkpoint that was there is unharmed." if before else "There was no checkpoint before."
             raise OSError(error.errno, f"saving to {folder} failed: {error.strerror}. {state}") from error
@@ -222,8 +222,8 @@ class Checkpoint:
             ) from error
 
 
-def write_shards(folder: Path, plan: list[tuple[Part, ...]], tensors: Mapping[str, Tensor]) -> list[Shard]:
-    """The shards of a plan in its order: those that the manifest in force does not name are written, and all synced."""
+def write_shards(folder: Path, contents: list[tuple[Part, ...]], tensors: Mapping[str, Tensor]) -> list[Shard]:
+    """The shards with these contents: those that the manifest in force does not name are written, and all synced."""
     token = secrets.token_hex(4)
     in_force = _intact_shards(folder)
     shards: list[Shard] = []
@@ -231,28 +231,30 @@ def write_shards(folder: Path, plan: list[tuple[Part, ...]], tensors: Mapping[st
 
     def keep_or_note(hashed: tuple[int, str]) -> None:
         place, sha256 = hashed
-        earlier = in_force[_rows_of(plan[place])]
+        earlier = in_force[_rows_of(contents[place])]
         if sha256 == earlier.sha256:
             # the whole tensor may have grown or shrunk around these rows
-            stored(replace(earlier, parts=plan[place]))
+            stored(replace(earlier, parts=contents[place]))
         else:
             hashes[place] = sha256
 
     def store(place: int) -> Shard:
-        return write_shard(folder, f"piece-{token}-{place:05d}.safetensors", plan[place], tensors, hashes.get(place))
+        return write_shard(
+            folder, f"piece-{token}-{place:05d}.safetensors", contents[place], tensors, hashes.get(place)
+        )
 
     def stored(shard: Shard) -> None:
         shards.append(shard)
         advance(shard.nbytes)
 
-    candidates = [place for place, parts in enumerate(plan) if _rows_of(parts) in in_force]
-    with bytes_bar(f"saving {folder.name}", sum(map(file_bytes, plan))) as advance:
-        in_parallel(lambda place: (place, sha256_of(plan[place], tensors)), candidates, keep_or_note)
-        changed = sorted({*range(len(plan))} - {*candidates} | {*hashes})
-        require_free(folder, sum(file_bytes(plan[place]) for place in changed))
+    candidates = [place for place, parts in enumerate(contents) if _rows_of(parts) in in_force]
+    with bytes_bar(f"saving {folder.name}", sum(map(file_bytes, contents))) as advance:
+        in_parallel(lambda place: (place, sha256_of(contents[place], tensors)), candidates, keep_or_note)
+        changed = sorted({*range(len(contents))} - {*candidates} | {*hashes})
+        require_free(folder, sum(file_bytes(contents[place]) for place in changed))
         in_parallel(store, changed, stored)
     sync_folder(folder)
-    order = {parts: place for place, parts in enumerate(plan)}
+    order = {parts: place for place, parts in enumerate(contents)}
     return sorted(shards, key=lambda shard: order[shard.parts])
 
 

@@ -107,14 +107,14 @@ class Shard:
         return stat.S_ISREG(status.st_mode) and (status.st_size, status.st_mtime_ns) == (self.nbytes, self.modified)
 
 
-def plan_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[tuple[Part, ...]]:
+def split_into_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[tuple[Part, ...]]:
     """Divide tensors into shards of at most `shard_bytes`: small ones together, large ones alone and in slices.
 
     The widest type comes first, which aligns every part. Raises ValueError for what safetensors cannot hold.
     """
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes must be at least 1; found {shard_bytes}.")
-    plan: list[tuple[Part, ...]] = []
+    shards: list[tuple[Part, ...]] = []
     shared: tuple[Part, ...] = ()
     small = min(shard_bytes, SHARED_SHARD_BYTES)
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
@@ -128,15 +128,15 @@ def plan_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[tuple[P
         if file_bytes((*shared, whole)) <= small:
             shared = (*shared, whole)
         elif file_bytes((whole,)) <= small:
-            plan.append(shared)
+            shards.append(shared)
             shared = (whole,)
         else:
             # room for the header of the longest tensor, so that one that grows is cut at the same rows
             longest = Part(name, tensor.dtype, (2**40, *shape[1:]), 0, 2**40)
             most = max(1, (shard_bytes - len(header_of((longest,)))) // max(1, whole.row_bytes))
             for start in range(0, max(1, whole.stop), most):
-                plan.append((Part(name, tensor.dtype, shape, start, min(whole.stop, start + most)),))
-    return [*plan, shared] if shared else plan
+                shards.append((Part(name, tensor.dtype, shape, start, min(whole.stop, start + most)),))
+    return [*shards, shared] if shared else shards
 
 
 def header_of(parts: tuple[Part, ...]) -> bytes:

@@ -52,7 +52,7 @@ class BufferState:
         self.rebuild(seed)
 
 
-def snapshot(buffer: BufferState, *, copied: bool = True) -> dict[str, Any]:
+def take_snapshot(buffer: BufferState, *, copied: bool = True) -> dict[str, Any]:
     """Copies of the whole state on its device, or views where these suffice."""
     manifest = _manifest(buffer)
     tensors = buffer.views(manifest["counters"]["ADDED"])
@@ -64,27 +64,27 @@ def _manifest(buffer: BufferState) -> dict[str, Any]:
     return {"version": VERSION, "settings": buffer.config, "seed": buffer.seed, "counters": buffer.lasting()}
 
 
-def checked_state(buffer: BufferState, state: Mapping[str, Any]) -> Callable[[], None]:
+def checked_snapshot(buffer: BufferState, snapshot: Mapping[str, Any]) -> Callable[[], None]:
     """Check a snapshot as a whole; returns the function that makes it the state of the buffer."""
-    if not isinstance(state, Mapping):
-        raise TypeError(f"load_state_dict needs what state_dict() returned; found {type(state).__name__}.")
-    missing = [name for name in ("version", "settings", "seed", "counters", "tensors") if name not in state]
+    if not isinstance(snapshot, Mapping):
+        raise TypeError(f"load_state_dict needs what state_dict() returned; found {type(snapshot).__name__}.")
+    missing = [name for name in ("version", "settings", "seed", "counters", "tensors") if name not in snapshot]
     if missing:
         raise KeyError(f"load_state_dict needs what state_dict() returned; {', '.join(missing)} is missing.")
     try:
-        check_version("the state has version", state["version"], VERSION)
+        check_version("the state has version", snapshot["version"], VERSION)
     except CheckpointError as error:
         raise ValueError(str(error)) from None
-    seed = check_int("the state's seed", state["seed"])
+    seed = check_int("the state's seed", snapshot["seed"])
     for name in ("settings", "counters", "tensors"):
-        if not isinstance(state[name], Mapping):
-            raise TypeError(f"the state's {name} must be a dictionary; found {type(state[name]).__name__}.")
-    unlike = difference(buffer.config, renewed(state["settings"]))
+        if not isinstance(snapshot[name], Mapping):
+            raise TypeError(f"the state's {name} must be a dictionary; found {type(snapshot[name]).__name__}.")
+    unlike = difference(buffer.config, renewed(snapshot["settings"]))
     if unlike is not None:
         raise ValueError(f"the state is of another buffer: {unlike}. Make a buffer with the same settings.")
-    counters = checked_counters(state["counters"])
+    counters = checked_counters(snapshot["counters"])
     views = buffer.views(counters["ADDED"])
-    tensors = state["tensors"]
+    tensors = snapshot["tensors"]
     for name, view in views.items():
         if name not in tensors:
             raise KeyError(f"the state lacks the tensor {name!r}.")

@@ -1,4 +1,4 @@
-"""Threads beside the one that calls, whose locks are all taken in C.
+"""Threads in addition to the one that calls, whose locks are all taken in C.
 
 `threading.Thread` and `concurrent.futures` take some of theirs in Python code: a signal handler that raises there, such
 as that of Ctrl-C, leaves them held for ever, and whoever needs one then never returns.

@@ -65,8 +65,8 @@ class DeviceEngine:
         # by the batch, and whether a schedule gives beta
         self._samples, self._unfinished = per_arguments(make_sample), per_arguments(make_unfinished)
 
-        def make(rows: int, own: torch.dtype | None) -> tuple[Callable[[], Tensor], Add]:
-            times_sampled, given = storage.times_sampled, own is not None
+        def make(rows: int, dtype: torch.dtype | None) -> tuple[Callable[[], Tensor], Add]:
+            times_sampled, given = storage.times_sampled, dtype is not None
             add = make_add(stores, fields, masses, counters, times_sampled, rows, sampling.initial_counter, given=given)
             return allocator((rows,), torch.int64, sampling.device), add
 
@@ -103,12 +103,12 @@ class DeviceEngine:
         """
         sampling = self.sampling
         with sampling.order:
-            moved, own = sampling.on_device(values, priorities, ready)
-            new_keys, add = self._adds(rows, None if own is None else own.dtype)
+            moved, given = sampling.on_device(values, priorities, ready)
+            new_keys, add = self._adds(rows, None if given is None else given.dtype)
             keys = new_keys()
             sampling.changed()
             sampling.interrupted = not sampling.order.captures
-            add(moved, own, keys, ready)
+            add(moved, given, keys, ready)
             if sampling.order.captures:
                 sampling.note_captured(rows)
             else:

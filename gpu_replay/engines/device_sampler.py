@@ -86,7 +86,7 @@ class DeviceSampler:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes beside those of the state."""
+        """Bytes in addition to those of the state."""
         parts = [part.nbytes for part in (self.masses, self._ranks) if part is not None]
         return sum(parts) + sum(tensor.nbytes for tensor in self._scratch.values())
 
@@ -154,11 +154,11 @@ class DeviceSampler:
 
         ready: whether a kernel can read the values as they are.
         """
-        own = None if priorities is None or self.masses is None else self.moved(priorities)
+        given = None if priorities is None or self.masses is None else self.moved(priorities)
         if ready:
             self.order.reads(values.values())
-            return values, own
-        return {name: self.moved(value) for name, value in values.items()}, own
+            return values, given
+        return {name: self.moved(value) for name, value in values.items()}, given
 
     def changed(self) -> None:
         """Note, within `ordered`, that the stored transitions or their priorities have changed."""
@@ -212,7 +212,7 @@ class DeviceSampler:
             skipped=skipped,
             shifted=shifted,
             stratified=base.stratified,
-            lowest_of_all=base.normalizes_over_buffer,
+            normalize_over_buffer=base.normalizes_over_buffer,
             replacement=base.replacement,
             rule=rule,
             streams=streams,

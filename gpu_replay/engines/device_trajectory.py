@@ -62,7 +62,7 @@ class TrajectoryDeviceEngine:
         # by the dtype of priorities, and whether final observations come with the step
         new = partial(make_add_step, stores, fields, streams, sampling.masses, sampling.state.eligible_tree, counters)
         sampled, initial = storage.times_sampled, sampling.initial_counter
-        self._steps = per_arguments(lambda own, final: new(sampled, storage.finals if final else {}, initial))
+        self._steps = per_arguments(lambda dtype, final: new(sampled, storage.finals if final else {}, initial))
         # windows to read, by their number
         self._windows = per_arguments(lambda batch: make_gather_windows(storage, batch, powers, counters))
         # single steps, by their number
@@ -143,14 +143,14 @@ class TrajectoryDeviceEngine:
         sampling = self.sampling
         with sampling.order:
             # inputs are copied to the device before the first write to the ring, since a copy may fail
-            flags = sampling.moved(terminated), sampling.moved(truncated)
+            ended, cut = sampling.moved(terminated), sampling.moved(truncated)
             final_rows = None if finals is None else {name: sampling.moved(value) for name, value in finals.items()}
-            moved, own = sampling.on_device(values, priorities, ready)
+            moved, given = sampling.on_device(values, priorities, ready)
             keys = self._new_keys()
-            step = self._steps(None if own is None else own.dtype, final_rows is not None)
+            step = self._steps(None if given is None else given.dtype, final_rows is not None)
             sampling.changed()
             sampling.interrupted = not sampling.order.captures
-            step(moved, final_rows, *flags, own, keys, ready)
+            step(moved, final_rows, ended, cut, given, keys, ready)
             if sampling.order.captures:
                 sampling.note_captured(self._shape.num_envs)
             else:
@@ -174,18 +174,19 @@ class TrajectoryDeviceEngine:
         move, device, envs = self.sampling.moved, self.sampling.device, self._shape.num_envs
         together = max(1, _TOGETHER // envs)
         place = np.full(len(keys), -1) if finals is None else finals.place
-        given = {} if finals is None else {name: torch.as_tensor(rows) for name, rows in finals.rows.items()}
+        final_rows = {} if finals is None else {name: torch.as_tensor(rows) for name, rows in finals.rows.items()}
         flags = torch.from_numpy(np.stack((terminated, truncated)))
         with self.sampling.order:
             for begin in range(0, len(keys), together):
                 some = slice(begin, begin + together)
                 pieces = {name: move(as_tensor(name, value[some], device)) for name, value in values.items()}
-                ended, own = move(flags[:, some]), None if priorities is None else move(priorities[some])
+                ended, numbers = move(flags[:, some]), None if priorities is None else move(priorities[some])
                 for step in range(ended.shape[1]):
                     row = slice(int(place[begin + step]) * envs, (int(place[begin + step]) + 1) * envs)
-                    known = {name: rows[row] for name, rows in given.items()} if place[begin + step] >= 0 else None
+                    known = {name: rows[row] for name, rows in final_rows.items()} if place[begin + step] >= 0 else None
                     now = {name: piece[step] for name, piece in pieces.items()}
-                    self.add_step(now, ended[0, step], ended[1, step], None if own is None else own[step], known, False)
+                    given = None if numbers is None else numbers[step]
+                    self.add_step(now, ended[0, step], ended[1, step], given, known, False)
         return keys
 
     def break_streams(self, envs: Tensor) -> None:

@@ -14,11 +14,10 @@ from torch import Tensor
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.storage import Storage, check_live
 from gpu_replay.loops import ring as loops
-from gpu_replay.ops.batch_memory import BatchMemory
+from gpu_replay.ops.batch_memory import LARGE, BatchMemory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import slots_of
-from gpu_replay.ops.frames import rows_as_sampled
-from gpu_replay.ops.ring import as_numpy, commit, parts_of, put, taken
+from gpu_replay.ops.ring import as_numpy, as_torch, commit, convert, gather_rows, parts_of, put
 
 # number types as which short rows are moved, by bytes: NumPy moves each of these at once
 _NUMBERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
@@ -81,8 +80,8 @@ class HostEngine:
         """Store `rows` transitions, their values in the order of the fields, and return their (rows,) keys."""
         state, capacity, added = self.sampling.state, self._capacity, self._counters.item(Counter.ADDED)
         keys, start = torch.from_numpy(np.arange(added, added + rows)), added % capacity
-        masses = _NOT_GIVEN if priorities is None or state.tree is None else state.rule.masses(priorities)
-        counted = starmap(self._append, ((rows, *masses, *self._append_arguments),))
+        given, largest, cut = _NOT_GIVEN if priorities is None or state.tree is None else state.rule.masses(priorities)
+        counted = starmap(self._append, ((rows, given, largest, cut, *self._append_arguments),))
         if start + rows <= capacity:
             writes: Iterable[None] = map(put, self._stores, repeat(slice(start, start + rows)), values.values())
         else:
@@ -114,13 +113,18 @@ class HostEngine:
     def _gather(self, slots: np.ndarray) -> dict[str, Tensor]:
         tensors, memory, records = {}, self._memory, self._records
         if records.size:
-            records = taken(records, slots, memory, "")
-        for name, field, stored, row, plain in self._fields:
+            records = gather_rows(records, slots, memory, "")
+        for name, field, stored, row, verbatim in self._fields:
             if row is None:
-                rows = taken(stored, slots, memory, name)
+                rows = gather_rows(stored, slots, memory, name)
             else:
                 rows = memory.copy(name, records[name]).view(row)
-            tensors[name] = torch.from_numpy(rows) if plain else rows_as_sampled(rows, field, memory, name)
+            if verbatim:
+                tensors[name] = torch.from_numpy(rows)
+                continue
+            large = field.converts and rows.size * field.output_dtype.itemsize >= LARGE
+            out = memory.tensor(f"{name} as sampled", rows.shape, field.output_dtype) if large else None
+            tensors[name] = convert(as_torch(rows, field), field, out)
         return tensors
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from gpu_replay.ops.counters import NO_KEY, Counter, HostWords
 from gpu_replay.ops.draw import DrawRange, draw_range, slots_in
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ranks import HostRanks
-from gpu_replay.ops.ring import as_numpy, commit, plain, put
+from gpu_replay.ops.ring import as_numpy, commit, contiguous, put
 from gpu_replay.samplers import Fits, HostDraw, walked
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -52,7 +52,7 @@ class HostSampler:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes beside those of the state."""
+        """Bytes in addition to those of the state."""
         return 0 if self._ranks is None else self._ranks.nbytes
 
     def reseed(self, seed: int) -> None:
@@ -169,8 +169,8 @@ class HostSampler:
             first, added = self.span()
             self.counters[Counter.STALE] += np.count_nonzero(((keys < first) | (keys >= added)) & (keys != NO_KEY))
         else:
-            contiguous, numbers = plain(keys), self.state.rule.numbers(priorities)
-            tree_loops.update.compiled()(contiguous, numbers, *self._update_arguments)
+            array, numbers = contiguous(keys), self.state.rule.numbers(priorities)
+            tree_loops.update.compiled()(array, numbers, *self._update_arguments)
 
     def write(self, keys: Tensor, values: dict[str, np.ndarray]) -> None:
         """Store rows of some fields under (m,) live keys; the last of a repeated key wins, others are counted."""

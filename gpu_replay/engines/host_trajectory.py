@@ -22,7 +22,7 @@ from gpu_replay.ops.draw import PERMUTATION_WORDS, permuted_ranks
 from gpu_replay.ops.eligibility import Flag, GivenFinals, endings, powers_of
 from gpu_replay.ops.frames import FrameStore, gather_stacks, shift_pictures, shifts_from
 from gpu_replay.ops.hindsight import HostGoals, Strategy, goal_words
-from gpu_replay.ops.ring import as_numpy, gather_rows, parts_of, put
+from gpu_replay.ops.ring import as_numpy, as_torch, convert, gather_rows, parts_of, put
 from gpu_replay.ops.steps import NONE_KEPT, HostSteps
 from gpu_replay.ops.windows import HostWindows, SequenceRule, Windows
 
@@ -197,16 +197,16 @@ class TrajectoryHostEngine:
 
     def _contents(self, slots: np.ndarray, windows: Windows, shifts: np.ndarray | None) -> dict[str, Tensor]:
         """The tensors of a batch, made from steps and their windows."""
-        plan, out, after = windows.plan, {}, {}
-        with nullcontext() if self._ahead is None else self._ahead.reading(np.maximum(plan, 0)):
+        frame_slots, out, after = windows.frame_slots, {}, {}
+        with nullcontext() if self._ahead is None else self._ahead.reading(np.maximum(frame_slots, 0)):
             # the stacks before and after in one gather: an operation costs as much as the copy of a small batch
             for name, frames, field in self._stacked:
-                before, later = gather_stacks(frames, field, plan, self._outputs, name)
+                before, later = gather_stacks(frames, field, frame_slots, self._outputs, name)
                 if shifts is not None and len(field.shape) >= 2:
                     before, later = shift_pictures(before, shifts[:, :2]), shift_pictures(later, shifts[:, 2:])
                 out[name], after[f"next_{name}"] = before, later
             for name, rows, field in self._single:
-                out[name] = gather_rows(rows, field, slots)
+                out[name] = convert(as_torch(gather_rows(rows, slots), field), field)
         out["reward"] = torch.from_numpy(windows.reward)
         out.update(after)
         out["discount"] = torch.from_numpy(windows.discount)
@@ -235,11 +235,24 @@ class TrajectoryHostEngine:
         shape, random, drawn = self._shape, self.sampling.random, goal_words(count, strategy)
         rows = permuted_ranks(slots.size, count, random.words(PERMUTATION_WORDS))
         doubles = random.doubles(drawn) if drawn else np.zeros(count)
-        outputs = np.empty(count, np.bool_), np.empty(count, np.int64), np.empty(count if shape.finals else 0, np.int64)
+        known, sources = np.empty(count, np.bool_), np.empty(count, np.int64)
+        places = np.empty(count if shape.finals else 0, np.int64)
         oldest, next_step = self.span_of_steps()
-        how, stored = (strategy == "final", strategy == "episode"), (shape.num_envs, oldest, next_step - 1)
-        all_known = self._choose(slots, rows, doubles, *how, *self._goal_arguments, *stored, *outputs)
-        return HostGoals(rows, *outputs, all_known)
+        all_known = self._choose(
+            strategy == "final",
+            strategy == "episode",
+            slots,
+            rows,
+            doubles,
+            known,
+            sources,
+            places,
+            shape.num_envs,
+            oldest,
+            next_step - 1,
+            *self._goal_arguments,
+        )
+        return HostGoals(rows, known, sources, places, all_known)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The transitions from these keys; KeyError naming the first that is not live or not eligible."""
@@ -251,5 +264,5 @@ class TrajectoryHostEngine:
     def stored(self, keys: Tensor) -> dict[str, Tensor]:
         """The single steps of these live keys."""
         slots = keys.numpy() % self._capacity
-        out = {name: gather_rows(rows, field, slots) for name, rows, field in self._stored}
+        out = {name: convert(as_torch(gather_rows(rows, slots), field), field) for name, rows, field in self._stored}
         return out | {"reward": torch.from_numpy(self._rewards.take(slots))} | endings(self._streams.flags[slots])

@@ -94,7 +94,7 @@ def check_placement(device: torch.device, storage_device: object, storage_path: 
 
 
 class FieldMemory:
-    """One block of memory beside the device's own, for fields of these sizes, handed out in their order."""
+    """One block of memory outside the device's own, for fields of these sizes, handed out in their order."""
 
     def __init__(self, placement: Placement, drain: Callable[[], None], sizes: Iterable[int]) -> None:
         nbytes = sum(map(_pages, sizes))

@@ -29,7 +29,7 @@ def priority_bytes(base: BaseSampler, slots: int, backend: Backend) -> dict[str,
     if not base.prioritized:
         return {}
     on_device = backend == "triton"
-    # on the device each slot has a stamp besides, to settle repeated keys by
+    # on the device each slot also has a stamp, which finds the last of repeated keys
     stamps = slots * torch.int32.itemsize if on_device else 0
     sizes = {"priorities": tree_bytes(slots, backend, **_tree_options(base)) + stamps}
     if not base.summed:
@@ -90,7 +90,7 @@ class SamplerState:
 
     @property
     def masses(self) -> MassTree:
-        """The tree of masses or codes, for plans with priorities."""
+        """The tree of masses or codes, for samplers with priorities."""
         return self._required(self.tree, "priorities")
 
     @property

@@ -232,7 +232,7 @@ class Storage:
         return None if self._memory is None else self._memory.read_ahead(self.capacity)
 
     def stream_tensors(self, written: int) -> dict[str, Tensor]:
-        """Views of the tensors kept beside the fields for the first `written` slots, by name; none for transitions."""
+        """Views of the tensors kept apart from fields for the first `written` slots, by name; none for transitions."""
         return {}
 
     def reset_from(self, written: int) -> None:

@@ -44,7 +44,7 @@ def observation_names(fields: Mapping[str, Field]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Arguments of a trajectory buffer's constructor, beside the fields, the sampler, the seed and the places.
+    """Arguments of a trajectory buffer's constructor, except the fields, the sampler, the seed and the places.
 
     A checkpoint's config, the shape of the ring, and copies of a buffer follow from these; `str` shows those with
     `repr`.
@@ -194,7 +194,7 @@ class TrajectoryStorage(Storage):
                 self.finals[name] = torch.zeros((shape.finals, *field.shape), dtype=field.dtype, device=device)
 
     def stream_tensors(self, written: int) -> dict[str, Tensor]:
-        """Views of the tensors kept beside the fields for the first `written` slots, by name."""
+        """Views of the tensors kept apart from the fields for the first `written` slots, by name."""
         return self.streams.views(written) | {f"final.{name}": tensor for name, tensor in self.finals.items()}
 
     def reset_from(self, written: int) -> None:

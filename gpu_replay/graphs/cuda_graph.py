@@ -34,10 +34,10 @@ class CudaGraphCall(Generic[Result]):
               the capture.
     device:   on a CPU, `call` is made every time.
     warm_ups: calls before the capture, at least 1.
-    generators: on the device, from which `call` draws beside torch's own; replays move them on as calls do.
+    generators: on the device, from which `call` draws in addition to torch's own; replays move them on as calls do.
 
-    Calls and capture are on a stream beside the current one, so that gradients are accumulated where they are during
-    the capture; a replay is on the current one. Other threads may use the device while one captures.
+    Calls and capture are on another stream than the current one, so that gradients are accumulated where they are
+    during the capture; a replay is on the current one. Other threads may use the device while one captures.
 
     Raises CaptureError if the capture fails for reasons of CUDA; errors of `call` pass through.
     """

@@ -36,7 +36,7 @@ STEPS = "L"
 # dtype, and shape without the batch dimension
 Output = tuple[torch.dtype, tuple[int | str, ...]]
 
-# the tensors that every draw gives besides the fields
+# the tensors that every draw gives in addition to the fields
 _ALWAYS: dict[str, Output] = {
     "key": (torch.int64, ()),
     "probability": (torch.float32, ()),
@@ -104,7 +104,8 @@ class Operators:
         """The buffer's `add`; every field is a tensor or an array."""
         flat = flattened(fields) if any(isinstance(value, (dict, Batch)) for value in fields.values()) else fields
         priorities = None if priority is None else _tensor("priority", priority)
-        keys: Tensor = _ADD(self.token, self.name, *_columns(flat), priorities)
+        names, columns = _columns(flat)
+        keys: Tensor = _ADD(self.token, self.name, names, columns, priorities)
         return keys
 
     def write(self, keys: Any, fields: Mapping[str, Any]) -> None:
@@ -228,14 +229,14 @@ def _sample_fake(
 def _parted(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors, contiguous and in separate memory: results of an operator must not overlap."""
     seen: set[int] = set()
-    parted = []
+    copies = []
     for tensor in tensors:
         copy = tensor.contiguous()
         if copy.untyped_storage().data_ptr() in seen:
             copy = copy.clone()
         seen.add(copy.untyped_storage().data_ptr())
-        parted.append(copy)
-    return parted
+        copies.append(copy)
+    return copies
 
 
 _ADD = _define(

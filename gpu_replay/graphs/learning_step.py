@@ -124,7 +124,7 @@ def _detached(output: Any) -> Any:
         return map_tensors(output, Tensor.detach)
     except TypeError as error:
         raise TypeError(
-            f"every replay returns what learn returns beside the priorities, so that must be tensors; {error}"
+            f"every replay returns what learn returns in addition to the priorities, so that must be tensors; {error}"
         ) from None
 
 

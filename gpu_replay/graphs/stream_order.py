@@ -8,8 +8,8 @@ host waits for nothing, and work that other libraries put on those streams is no
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,11 +27,6 @@ def number_of_current_stream(index: int) -> int:
 # as Triton and code that Inductor makes ask for it, which takes a fortieth of the time of an object
 _stream_number: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", number_of_current_stream)
 
-_INTERRUPTED = (
-    "a `load_state_dict` of this buffer was interrupted, and so was the clear after it: rows may be mixtures of two "
-    "states. Call clear(), or load a state that was saved."
-)
-
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
@@ -42,7 +37,7 @@ _of_thread = _OfThread()
 
 
 def side_stream(device: torch.device, use: Literal["captures", "copies"]) -> torch.cuda.Stream:
-    """A stream beside the current one: for each use one of each device and thread.
+    """A stream other than the current one: for each use one of each device and thread.
 
     A new one each time would soon be one that others use: torch has 32, which it hands out again and again.
     """
@@ -64,10 +59,8 @@ class StreamOrder(AbstractContextManager[None]):
     """Orders the calls of one buffer on its device: within it that device is current, and work comes after all earlier
     calls. The caller holds the buffer's lock. On a CPU it does nothing.
 
-    device:      of the buffer.
-    interrupted: whether rows of the buffer may be mixtures of two, because a load ended half-way: calls then raise
-                 RuntimeError.
-    captures:    whether the calls of the outermost one go into a graph instead of to the device.
+    device:   of the buffer.
+    captures: whether the calls of the outermost one go into a graph instead of to the device.
 
     Calls captured into a CUDA graph are not ordered here: they run whenever the graph is replayed, in the order of the
     captured streams. A replay counts as one call where its owner wraps it in this.
@@ -78,7 +71,7 @@ class StreamOrder(AbstractContextManager[None]):
         # torch takes half the time for a number
         self._index = device.index
         self._streams = device.type == "cuda"
-        self.interrupted = self._repairing = self.captures = False
+        self.captures = False
         # counts the rows that captured calls add, where the buffer is notified of replays
         self.recorded: Recorded | None = None
         # nested blocks, and what makes the device current within the outermost one; a single device always is
@@ -94,8 +87,6 @@ class StreamOrder(AbstractContextManager[None]):
         self._copying: torch.cuda.Stream | None = None
 
     def __enter__(self) -> None:
-        if self.interrupted and not self._repairing:
-            raise RuntimeError(_INTERRUPTED)
         if not self._streams:
             return
         if self._depth:
@@ -141,15 +132,6 @@ class StreamOrder(AbstractContextManager[None]):
     def _leave(self) -> None:
         if self._current is not None:
             self._current.__exit__(None, None, None)
-
-    @contextmanager
-    def repairing(self) -> Iterator[None]:
-        """Within it calls are made of an interrupted buffer too. The caller holds the buffer's lock."""
-        self._repairing = True
-        try:
-            yield
-        finally:
-            self._repairing = False
 
     def reads(self, tensors: Iterable[Tensor]) -> None:
         """Within it: keep memory that may belong to other streams until this call has read it."""

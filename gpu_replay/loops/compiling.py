@@ -73,7 +73,7 @@ def inner(function: Function) -> Function:
 
 
 def loop(*signatures: str, **options: bool) -> Callable[[Callable[..., Any]], Loop]:
-    """A loop that buffers call, through `ready()`.
+    """A loop that buffers call, through `compiled()`.
 
     signatures: types of the arguments, as Numba writes them. options: `nogil=True` for loops of milliseconds, during
     which other threads run.
@@ -87,7 +87,7 @@ class Loop:
     def __init__(self, function: Callable[..., Any], signatures: tuple[str, ...], options: dict[str, bool]) -> None:
         self.function = function
         self._signatures, self._options = signatures, options
-        self._ready: Callable[..., Any] | None = None
+        self._code: Callable[..., Any] | None = None
 
     def compiled(self) -> Callable[..., Any]:
         """Return the machine code, or the function itself when nothing is compiled.
@@ -95,27 +95,27 @@ class Loop:
         Another thread imports Numba and compiles while this one waits: a signal handler that raises ends the waiting,
         and leaves nothing half done.
         """
-        if self._ready is None:
+        if self._code is None:
             _wait_for(self._compile)
-        return self._ready or self.function
+        return self._code or self.function
 
     def _compile(self) -> None:
         with _lock:
-            if self._ready is not None:
+            if self._code is not None:
                 return
             if compiler() is None:
-                self._ready = self.function
+                self._code = self.function
                 return
             made = None
             try:
                 made = self._dispatcher(cache=True)
-                self._ready = self._compiled(made)
+                self._code = self._machine_code(made)
             except Exception:
                 # any error of a damaged file, a full disk or a read-only folder: an error of the loop
                 # itself is raised again without a cache
                 if made is not None:
                     _remove(made, f"*{made.py_func.__qualname__}-*")
-                self._ready = self._compiled(self._dispatcher(cache=False))
+                self._code = self._machine_code(self._dispatcher(cache=False))
             else:
                 if made.stats.cache_misses:
                     _remove(made, f"*.{self.function.__name__}_*-*", made.py_func.__qualname__)
@@ -125,7 +125,7 @@ class Loop:
         function.__qualname__ = f"{self.function.__name__}_{_digest()}"
         return compiler().njit(error_model="numpy", cache=cache, **self._options)(function)
 
-    def _compiled(self, made: Any) -> Callable[..., Any]:
+    def _machine_code(self, made: Any) -> Callable[..., Any]:
         for signature in self._signatures:
             made.compile(signature)
         made.disable_compile()

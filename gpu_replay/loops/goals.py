@@ -11,17 +11,17 @@ _FINAL = Flag.FINAL
 
 
 @loop(
-    "(int64[::1], int64[::1], float64[::1], boolean, boolean, uint8[::1], int32[::1], int32[::1], int32[::1],"
-    " int32[::1], int64, int64, int64, boolean[::1], int64[::1], int64[::1])"
+    "(boolean, boolean, int64[::1], int64[::1], float64[::1], boolean[::1], int64[::1], int64[::1], int64, int64,"
+    " int64, uint8[::1], int32[::1], int32[::1], int32[::1], int32[::1])"
 )
 def choose_goals(
-    slots, rows, doubles, last, episode, flags, depth, spans, parted, final, num_envs, oldest, newest,
-    known, sources, places,
+    last, episode, slots, rows, doubles, known, sources, places, num_envs, oldest, newest,
+    flags, depth, episode_length, clipped_length, final,
 ):  # fmt: skip
     """Choose the goals of (K,) rows of a batch.
 
-    slots:   (B,) of the batch. doubles: (K,) in [0, 1). last, episode: the strategies; else "future".
-    flags to final: of the ring, as in `ops.eligibility.Streams`. oldest, newest: steps that are stored.
+    last, episode: the strategies; else "future". slots: (B,) of the batch. doubles: (K,) in [0, 1).
+    oldest, newest: steps that are stored. flags to final: of the ring, as in `ops.eligibility.Streams`.
     known:   (K,) bool, false where the observation after the row's own step is not stored.
     sources: (K,) slots of the steps whose observations hold the goals; any slot if there is no goal.
     places:  (K,) rows of the kept final observations that hold them instead, else -1; empty without these.
@@ -37,9 +37,9 @@ def choose_goals(
         if behind < steps - age:
             # the first step of the episode has not been overwritten
             first = slot - behind * num_envs
-            span = spans[first + flags.size if first < 0 else first]
+            span = episode_length[first + flags.size if first < 0 else first]
         else:
-            span = parted[env]
+            span = clipped_length[env]
         # steps after this one whose goals are known; less than none where its own is not
         ahead = span - 1 - behind if span >= 0 else age - 1 + (flags[last_line * num_envs + env] & _FINAL != 0)
         ahead = min(ahead, age)
@@ -65,7 +65,7 @@ def choose_goals(
     "(int64[::1], boolean[::1], int64, uint8[:, ::1], uint8[:, ::1], uint8[:, ::1], uint8[:, ::1], uint8[:, ::1],"
     " uint8[:, ::1])"
 )
-def put_goals(rows, known, stack, goals, desired, next_desired, next_achieved, achieved_goals, desired_goals):
+def put_goals(rows, known, stack, goals, achieved_goals, desired_goals, desired, next_desired, next_achieved):
     """Write known goals into (K,) rows of a batch, and collect the arguments of the user's functions.
 
     stack: frames S. goals: (K, bytes) as sampled.

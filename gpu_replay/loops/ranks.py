@@ -12,7 +12,7 @@ fences:       (blocks,) int64, for each block in order a code, and in `fence_key
               before.
 listed:       (blocks,) int64, the blocks in order.
 sizes:        (blocks,) int64, how many slots each block has.
-state:        (COUNT,) int64, at the places below.
+counts:       (COUNT,) int64, at the places below.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _read_ahead(blocks, begin, stop, entries, sizes, step):
 
 
 @loop(f"(int64[::1], {_ORDER})")
-def remove(changed, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
+def remove(changed, codes, slots, block_of, fences, fence_keys, listed, sizes, counts):
     """Remove those of these (B,) slots that are in the order."""
     blocks = np.empty(_TOGETHER + 1, dtype=np.int64)
     for begin in range(0, changed.size, _TOGETHER):
@@ -67,7 +67,7 @@ def remove(changed, codes, slots, block_of, fences, fence_keys, listed, sizes, s
             last = sizes[block]
             codes[block, entry], slots[block, entry] = codes[block, last], slots[block, last]
             block_of[slot] = -1
-            state[RANKED] -= 1
+            counts[RANKED] -= 1
 
 
 @inner
@@ -104,11 +104,11 @@ def _sort(codes, slots, size, head, capacity):
 
 
 @inner
-def _divide(place, code, key, added, head, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
+def _divide(place, code, key, added, head, codes, slots, block_of, fences, fence_keys, listed, sizes, counts):
     """Give the later half of a full block to a new one, the next in order; nothing if this code and key come after all
     of it, so that slots that come one after the other fill their blocks.
     """
-    block, other, width = listed[place], state[BLOCKS], codes.shape[1]
+    block, other, width = listed[place], counts[BLOCKS], codes.shape[1]
     _sort(codes[block], slots[block], width, head, block_of.size)
     for later in range(other, place + 1, -1):
         listed[later] = listed[later - 1]
@@ -123,11 +123,11 @@ def _divide(place, code, key, added, head, codes, slots, block_of, fences, fence
     for entry in range(stay, width):
         slot = slots[block, entry]
         codes[other, entry - stay], slots[other, entry - stay], block_of[slot] = codes[block, entry], slot, other
-    listed[place + 1], sizes[block], sizes[other], state[BLOCKS] = other, stay, width - stay, other + 1
+    listed[place + 1], sizes[block], sizes[other], counts[BLOCKS] = other, stay, width - stay, other + 1
 
 
 @loop(f"(int64[::1], int64, int64, int64, int64[::1], {_ORDER})")
-def insert(changed, done, added, skipped, leaves, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
+def insert(changed, done, added, skipped, leaves, codes, slots, block_of, fences, fence_keys, listed, sizes, counts):
     """Bring these (B,) slots, all but the first `done`, into the order: those that have a code and are not in it.
 
     added:   the next key. skipped: how many of the newest slots are left out. leaves: the codes of all slots.
@@ -140,23 +140,23 @@ def insert(changed, done, added, skipped, leaves, codes, slots, block_of, fences
         for at in range(count):
             slot = changed[begin + at]
             new_codes[at], keys[at] = leaves[slot], _key_of(slot, added, head, capacity)
-        _find_blocks(new_codes, keys, 0, count, fences, fence_keys, state[BLOCKS], places)
+        _find_blocks(new_codes, keys, 0, count, fences, fence_keys, counts[BLOCKS], places)
         for at in range(count):
             slot = changed[begin + at]
             if new_codes[at] == 0 or block_of[slot] >= 0 or keys[at] >= added - skipped:
                 continue
             while sizes[listed[places[at]]] == width:
-                if state[BLOCKS] == sizes.size:
+                if counts[BLOCKS] == sizes.size:
                     return begin + at
                 _divide(
                     places[at], new_codes[at], keys[at], added, head,
-                    codes, slots, block_of, fences, fence_keys, listed, sizes, state,
+                    codes, slots, block_of, fences, fence_keys, listed, sizes, counts,
                 )  # fmt: skip
-                _find_blocks(new_codes, keys, at, count, fences, fence_keys, state[BLOCKS], places)
+                _find_blocks(new_codes, keys, at, count, fences, fence_keys, counts[BLOCKS], places)
             block = listed[places[at]]
             codes[block, sizes[block]], slots[block, sizes[block]], block_of[slot] = new_codes[at], slot, block
             sizes[block] += 1
-            state[RANKED] += 1
+            counts[RANKED] += 1
     return changed.size
 
 
@@ -181,9 +181,9 @@ def draw(sums, count, doubles, stratified, ranks, masses):
 
 
 @loop(f"(int64[::1], int64, int64[::1], {_ORDER})")
-def locate(ranks, added, located, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
+def locate(ranks, added, located, codes, slots, block_of, fences, fence_keys, listed, sizes, counts):
     """Find the (B,) slots that have these ranks, counted from 0, and sort their blocks. added: the next key."""
-    blocks, ends = np.empty(_TOGETHER + 1, dtype=np.int64), np.empty(state[BLOCKS], dtype=np.int64)
+    blocks, ends = np.empty(_TOGETHER + 1, dtype=np.int64), np.empty(counts[BLOCKS], dtype=np.int64)
     head, last, end = added % block_of.size, -1, 0
     for place in range(ends.size):
         end += sizes[listed[place]]

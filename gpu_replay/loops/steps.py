@@ -36,9 +36,9 @@ def is_flawed(next_step, dead, terminated, truncated, reward, kept):
 
 
 @loop(
-    "(boolean[::1], boolean[::1], int64[::1], int64[::1], int64[::1], int64, int64, boolean, int32[::1], int64[:, ::1])"
+    "(boolean[::1], boolean[::1], int64[::1], int32[::1], int64[:, ::1], int64[::1], int64[::1], int64, int64, boolean)"
 )
-def plan_finals(terminated, truncated, place_of, owner, counters, num_envs, steps, all_endings, places, moves):
+def place_finals(terminated, truncated, place_of, places, moves, owner, counters, num_envs, steps, all_endings):
     """Choose rows of the pool for the final observations that come with T steps; nothing is changed.
 
     terminated, truncated: (T * E,). owner: (F,) keys of the steps whose final observations the pool holds.
@@ -76,29 +76,29 @@ def plan_finals(terminated, truncated, place_of, owner, counters, num_envs, step
     " int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1])"
 )
 def add_steps(
-    terminated, truncated, own_rewards, masses, places, saturated, settings,
-    flags, depth, pending, final, owner, spans, parted,
+    terminated, truncated, new_rewards, masses, places, saturated, settings,
+    flags, depth, open_masses, final, owner, episode_length, clipped_length,
     rewards, times_sampled, counters,
     flat, starts, low, high, changed_slots, ones, one_starts,
 ):  # fmt: skip
     """Add T steps of E environments; this one call changes all metadata of the ring.
 
-    terminated, truncated, own_rewards: (T * E,) of the steps.
+    terminated, truncated, new_rewards: (T * E,) of the steps.
     masses:    (T * E,) given with the steps, 0 for a priority that is no number; or nothing.
-    places:    (T * E,) as `plan_finals` gives them; or nothing where no final observations came.
+    places:    (T * E,) as `place_finals` gives them; or nothing where no final observations came.
     saturated: how many masses were cut.
     settings:  environments, frames of a stack, whether the step after an ending carries the final observation, where
                the mass of starts without one is found, the fixed one, or that before any other, and whether steps
                with a flawed ending are refused, before anything changes.
-    flags to parted: as in `ops.eligibility.Streams`, flat; spans and parted are empty without hindsight.
+    flags to clipped_length: as in `ops.eligibility.Streams`, flat; the last two are empty without hindsight.
     rewards, times_sampled: (slots,) of the ring.
     flat, starts, low, high, changed_slots: a tree of masses, or of ones without masses.
     ones, one_starts: a second tree, of ones, or empty.
     returns:   whether the steps were refused.
     """
     envs, stack, next_step, first_mass, source = settings[0], settings[1], settings[2] != 0, settings[4], settings[3]
-    slots, lines = flags.size, pending.size // envs
-    steps, count, n, hindsight = slots // envs, terminated.size // envs, lines - 1, spans.size > 0
+    slots, lines = flags.size, open_masses.size // envs
+    steps, count, n, hindsight = slots // envs, terminated.size // envs, lines - 1, episode_length.size > 0
     first, deepest = counters[_ADDED] // envs, 2**31 - 1 - n
     # neither an early return nor a write: each would cost a count of references to all arrays
     refused = False
@@ -106,11 +106,11 @@ def add_steps(
         for env in range(envs):
             before = np.int64(flags[(first - 1) % steps * envs + env])
             for at in range(count):
-                own = at * envs + env
-                dead, kept = is_dead(next_step, before), places.size > 0 and places[own] >= 0
-                if is_flawed(next_step, dead, terminated[own], truncated[own], own_rewards[own], kept):
+                index = at * envs + env
+                dead, kept = is_dead(next_step, before), places.size > 0 and places[index] >= 0
+                if is_flawed(next_step, dead, terminated[index], truncated[index], new_rewards[index], kept):
                     refused = True
-                before = np.int64(0 if dead else terminated[own] * _TERMINATED | truncated[own] * _TRUNCATED)
+                before = np.int64(0 if dead else terminated[index] * _TERMINATED | truncated[index] * _TRUNCATED)
     if refused:
         count, saturated = 0, 0
     for at in range(count):
@@ -126,36 +126,36 @@ def add_steps(
         if initial == 0:
             initial = first_mass
         for env in range(envs):
-            slot, previous, own = base + env, last + env, at * envs + env
+            slot, previous, index = base + env, last + env, at * envs + env
             before, behind, gone = flags[previous], np.int64(depth[previous]) + 1, depth[slot] == 0
             # a step that was broken off from outside is followed by a first one, in every mode
-            dead, kept = is_dead(next_step, before), places.size > 0 and places[own] >= 0
-            flawed += is_flawed(next_step, dead, terminated[own], truncated[own], own_rewards[own], kept)
+            dead, kept = is_dead(next_step, before), places.size > 0 and places[index] >= 0
+            flawed += is_flawed(next_step, dead, terminated[index], truncated[index], new_rewards[index], kept)
             over = before & (_DEAD | _CUT) != 0 if next_step else before & (_ENDED | _CUT) != 0
             reach = 0 if over or step == 0 else min(behind, deepest)
-            flag = _DEAD if dead else terminated[own] * _TERMINATED | truncated[own] * _TRUNCATED
+            flag = _DEAD if dead else terminated[index] * _TERMINATED | truncated[index] * _TRUNCATED
             if hindsight:
                 # the first step of an episode is overwritten: the rest of the episode is found by its environment
                 if gone:
-                    parted[env] = spans[slot]
+                    clipped_length[env] = episode_length[slot]
                 if reach == 0 and step > 0:
                     span = behind - 1 + (before & _FINAL != 0)
                     if behind < steps:
-                        spans[(row - behind) % steps * envs + env] = span
+                        episode_length[(row - behind) % steps * envs + env] = span
                     else:
-                        parted[env] = span
+                        clipped_length[env] = span
                 if dead and steps > 1:
                     # the final observation of the step before has come
                     flags[previous] = before | _FINAL
-                spans[slot] = -1
+                episode_length[slot] = -1
             if kept:
                 flag |= _FINAL
-                final[slot] = places[own]
-                owner[places[own]] = step * envs + env
+                final[slot] = places[index]
+                owner[places[index]] = step * envs + env
                 counters[_FINALS] += 1
-            flags[slot], depth[slot], times_sampled[slot], rewards[slot] = flag, reach, 0, own_rewards[own]
-            pending[line * envs + env] = masses[own] if masses.size else 0
-            rejected += masses.size > 0 and masses[own] == 0 and not dead
+            flags[slot], depth[slot], times_sampled[slot], rewards[slot] = flag, reach, 0, new_rewards[index]
+            open_masses[line * envs + env] = masses[index] if masses.size else 0
+            rejected += masses.size > 0 and masses[index] == 0 and not dead
             # the observation of a step ends the full windows, an ending or its final observation all windows
             closing, waited = flag & (_TERMINATED | _FINAL) != 0, dead and before & _ENDED == _TRUNCATED
             youngest = 0 if closing else 1 if waited else n
@@ -174,7 +174,7 @@ def add_steps(
                     # this start is of another episode or lacks its stack, like all before it
                     if age > reach or step - age - min(reach - age, stack - 1) < oldest:
                         break
-                    mass = pending[(line - age if line >= age else line - age + lines) * envs + env]
+                    mass = open_masses[(line - age if line >= age else line - age + lines) * envs + env]
                     largest = max(largest, mass)
                     mass = mass if mass > 0 else initial
                 old = flat[start]

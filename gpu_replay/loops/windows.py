@@ -2,9 +2,9 @@
 # (types are what Numba infers)
 """n-step windows of steps in a ring, where the frames of the stacks before and after them lie, and their copies.
 
-A plan says which frame stands where: a slot of the ring, ZEROS, or `ZEROS - 1 - row` for a row of the pool of kept
-final observations. Frame `i` of a stack of S is the one S - 1 - i steps before its newest, unless the episode began
-later: then it is the episode's first frame, or zeros.
+Each frame has a slot of the ring, ZEROS, or `ZEROS - 1 - row` for a row of the pool of kept final observations. Frame
+`i` of a stack of S is the one S - 1 - i steps before its newest, unless the episode began later: then it is the
+episode's first frame, or zeros.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ def _frame(newest, back, depth, num_envs, slots, zero):
 
 
 @inner
-def _plan_stacks(plan, row, slot, after, depth, length, stays, pooled, num_envs, slots, zero):
-    """Plan the stacks before and after a window of `length` steps; `pooled` is the last frame's row of the pool, or -1.
+def _find_stacks(frame_slots, row, slot, after, depth, length, stays, pooled, num_envs, slots, zero):
+    """Find the stacks before and after a window of `length` steps; `pooled` is the last frame's row of the pool, or -1.
 
     after: slot of the last step after the window, which is that of the window's last step where `stays`.
     """
-    batch, stack = plan.shape[0] // 2, plan.shape[1]
+    batch, stack = frame_slots.shape[0] // 2, frame_slots.shape[1]
     for frame in range(stack):
         back = stack - 1 - frame
-        plan[row, frame] = _frame(slot, back, depth, num_envs, slots, zero)
+        frame_slots[row, frame] = _frame(slot, back, depth, num_envs, slots, zero)
         if pooled >= 0 and back == 0:
-            plan[batch + row, frame] = ZEROS - 1 - pooled
+            frame_slots[batch + row, frame] = ZEROS - 1 - pooled
         else:
             # a pooled frame comes after the last one in the ring
             back -= pooled >= 0
-            plan[batch + row, frame] = _frame(after, back, depth + length - stays, num_envs, slots, zero)
+            frame_slots[batch + row, frame] = _frame(after, back, depth + length - stays, num_envs, slots, zero)
 
 
 @loop(
-    "(int64[::1], int64[::1], uint8[::1], int32[::1], int32[::1], float32[::1], float64[::1], int64, boolean,"
-    " boolean, int64[:, ::1], float32[::1], float32[::1], boolean[::1], boolean[::1])"
+    "(uint8[::1], int32[::1], int32[::1], float32[::1], float64[::1], int64, boolean, boolean, int64[::1],"
+    " int64[::1], int64[:, ::1], float32[::1], float32[::1], boolean[::1], boolean[::1])"
 )
 def windows(
-    starts, left, flags, depth, final, rewards, powers, num_envs, next_step, zero,
-    plan, reward, discount, terminated, truncated,
+    flags, depth, final, rewards, powers, num_envs, next_step, zero,
+    starts, left, frame_slots, reward, discount, terminated, truncated,
 ):  # fmt: skip
     """The windows of (B,) stored steps.
 
-    left:      (B,) steps that are stored from each on, for windows that may be incomplete; or nothing: they are whole.
     flags, depth, final: as in `ops.eligibility.Streams`. rewards: (slots,) of the ring. powers: of gamma.
     zero:      whether stacks are padded with zeros.
-    plan:      (2 * B, S), the stacks before the windows first.
+    left:      (B,) steps that are stored from each on, for windows that may be incomplete; or nothing: they are whole.
+    frame_slots: (2 * B, S), the stacks before the windows first.
     reward, discount: (B,) float32. terminated, truncated: (B,) bool, how the windows ended.
 
     Where the observation after a window is not there, since it ends with the newest step, an ending whose final
@@ -90,7 +90,7 @@ def windows(
         after = last if stays else last + num_envs
         after -= slots if after >= slots else 0
         pooled = final[last] if known and not next_step else -1
-        _plan_stacks(plan, row, starts[row], after, depths[row], length, stays, pooled, num_envs, slots, zero)
+        _find_stacks(frame_slots, row, starts[row], after, depths[row], length, stays, pooled, num_envs, slots, zero)
         discount[row] = 0.0 if over else powers[length]
         terminated[row], truncated[row] = over, cut
 
@@ -115,13 +115,13 @@ def fitting(starts, flags, depth, added, num_envs, length, strict, stride, fits)
         fits[row] = fit
 
 
-def _gather_stacks(ring, pool, plan, begin, end, first, out):
-    """Copy the frames of the windows from `begin` to `end` to where the plan says.
+def _gather_stacks(ring, pool, frame_slots, begin, end, first, out):
+    """Copy the frames of the windows from `begin` to `end` from where these say.
 
-    ring: (slots, words). pool: (finals, words). plan: (2 * B, S).
+    ring: (slots, words). pool: (finals, words). frame_slots: (2 * B, S).
     out:  (2 * m * S, words) of m windows from `first` on, the stacks before them first.
     """
-    batch, stack, words = plan.shape[0] // 2, plan.shape[1], ring.shape[1]
+    batch, stack, words = frame_slots.shape[0] // 2, frame_slots.shape[1], ring.shape[1]
     windows = out.shape[0] // (2 * stack)
     for block in range(begin, end, _BLOCK):
         stop = min(block + _BLOCK, end)
@@ -130,12 +130,12 @@ def _gather_stacks(ring, pool, plan, begin, end, first, out):
             for row in range(block, stop):
                 for frame in range(stack):
                     place = (side * windows + row - first) * stack + frame
-                    out[place, 0] = ring[max(plan[side * batch + row, frame], 0), 0]
+                    out[place, 0] = ring[max(frame_slots[side * batch + row, frame], 0), 0]
         # both stacks of a window together: most frames are in both, and then still in the cache
         for row in range(block, stop):
             for side in range(2):
                 for frame in range(stack):
-                    source = plan[side * batch + row, frame]
+                    source = frame_slots[side * batch + row, frame]
                     place = (side * windows + row - first) * stack + frame
                     if source >= 0:
                         for word in range(1, words):

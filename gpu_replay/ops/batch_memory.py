@@ -39,7 +39,7 @@ class BatchMemory:
         self._kept: dict[str, list[np.ndarray]] = {}
 
     def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An array of this shape with any content, which no batch of before shares.
+        """An array of this shape with any content, not shared with any earlier batch.
 
         name: of the field it is for; arrays are reused within a name.
         """
@@ -49,7 +49,7 @@ class BatchMemory:
         return self._bytes(name, count).view(dtype).reshape(shape)
 
     def copy(self, name: str, values: np.ndarray) -> np.ndarray:
-        """A contiguous copy of an array, which no batch of before shares."""
+        """A contiguous copy of an array, not shared with any earlier batch."""
         if values.nbytes < LARGE:
             return values.copy()
         array = self.array(name, values.shape, values.dtype)
@@ -57,7 +57,7 @@ class BatchMemory:
         return array
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of this shape with any content, which no batch of before shares."""
+        """A tensor of this shape with any content, not shared with any earlier batch."""
         count = dtype.itemsize * math.prod(shape)
         if count < LARGE:
             return torch.empty(shape, dtype=dtype, device="cpu")

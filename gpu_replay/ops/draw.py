@@ -6,7 +6,7 @@ addition in floating point, so that no device can round differently. The slot dr
 sum, in slot order, first exceeds the target; a slot of mass 0 cannot be it. Schaul et al. 2016, "Prioritized Experience
 Replay", section 3.3.
 
-Starts of a trajectory buffer: a tree of ones beside the tree of masses makes a uniform draw the same search: rank `r`
+Starts of a trajectory buffer: a tree of ones next to the tree of masses makes a uniform draw the same search: rank `r`
 among the eligible starts is a target in its total. Rotated by the mass before the oldest slot, targets run from the
 oldest key to the newest, so that leaving out the newest steps means drawing below a smaller total.
 
@@ -60,22 +60,22 @@ def draw_range(tree: MassTree, head: int, skipped: int, *, by_key: bool) -> Draw
     head:   slot of the next key; the slots from it on hold the oldest keys.
     by_key: whether targets ascend with keys instead of slots; without effect on what can be drawn.
     """
-    total, mass_before, arrays = tree.total(), tree_loops.mass_before.compiled(), tree.host[:2]
+    total, mass_before, (flat, starts, *_) = tree.total(), tree_loops.mass_before.compiled(), tree.host
     if not skipped and not by_key:
         return DrawRange(0, total, total)
-    before = mass_before(*arrays, head)
+    before = mass_before(flat, starts, head)
     offset = before % max(total, 1)
     if not skipped:
         return DrawRange(offset, total, total)
     end = (head - skipped) % tree.slots
-    newest = before - mass_before(*arrays, end) + (total if end > head else 0)
+    newest = before - mass_before(flat, starts, end) + (total if end > head else 0)
     return DrawRange(offset, total - newest, total)
 
 
 def slots_in(tree: MassTree, drawn: DrawRange, targets: np.ndarray) -> np.ndarray:
     """Host: the (B,) slots on which (B,) targets in [0, mass) fall; the targets are overwritten."""
-    slots = np.empty(targets.size, dtype=np.int64)
-    tree_loops.locate.compiled()(*tree.host[:2], drawn.offset, drawn.total, targets, slots)
+    slots, (flat, starts, *_) = np.empty(targets.size, dtype=np.int64), tree.host
+    tree_loops.locate.compiled()(flat, starts, drawn.offset, drawn.total, targets, slots)
     return slots
 
 
@@ -110,9 +110,12 @@ def draw_by_mass(
 
     of_all: whether the largest weight is that of the smallest stored mass, of a tree that keeps it, or of the batch.
     """
-    batch, (flat, starts, low, *_) = doubles.size, tree.host
-    out = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.float32), np.empty(batch)
-    return MassDraw(*out, tree_loops.draw.compiled()(flat, starts, low, doubles, stratified, of_all, *within, *out))
+    batch, (flat, starts, low, *_), (offset, mass, total) = doubles.size, tree.host, within
+    slots, probability, ratio = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.float32), np.empty(batch)
+    mass = tree_loops.draw.compiled()(
+        flat, starts, low, doubles, stratified, of_all, offset, mass, total, slots, probability, ratio
+    )
+    return MassDraw(slots, probability, ratio, mass)
 
 
 def weights_of(ratio: np.ndarray, beta: float) -> np.ndarray:
@@ -153,9 +156,9 @@ def permuted_ranks(count: int, batch: int, words: np.ndarray, first: int = 0) ->
     """
     # the sides of a rectangle that just covers them
     wide = math.isqrt(count - 1) + 1
-    sides = wide, -(-count // wide)
+    high = -(-count // wide)
     ranks, taken = np.empty(batch, dtype=np.int64), 2 * ROUNDS if count >= FEW else PERMUTATION_WORDS
-    random_loops.permuted_ranks.compiled()(count, first, *sides, words[:taken].view(np.int64), ranks)
+    random_loops.permuted_ranks.compiled()(count, first, wide, high, words[:taken].view(np.int64), ranks)
     return ranks
 
 
@@ -214,7 +217,7 @@ def make_draw(
     skipped: int = 0,
     shifted: bool = False,
     stratified: bool = True,
-    lowest_of_all: bool = False,
+    normalize_over_buffer: bool = False,
     replacement: bool = False,
     rule: SequenceRule | None = None,
     streams: Streams | None = None,
@@ -248,16 +251,16 @@ def make_draw(
         levels = tree.levels
     newest = starts.levels if starts is not None and by_priority and drawn < batch else ()
     # none where all rows are the newest
-    own = blocks_for(PERMUTATION_WORDS if drawn and not (by_priority or replacement) else drawn)
+    blocks_once = blocks_for(PERMUTATION_WORDS if drawn and not (by_priority or replacement) else drawn)
     # a draw a thread; programs of one warp where it searches, so that a small batch spreads over a GPU
     searches = by != "uniform" or (tracks_eligibility and rule is None)
     draws = per_program(32 if searches else 128 if rule is None else 64, batch, interpreted)
-    programs, blocks = -(-batch // draws), own
+    programs, blocks = -(-batch // draws), blocks_once
     shared: dict[str, Any] = {"levels": levels, "counters_ptr": counters, "drawn": drawn, "batch": batch}
     shared |= {"capacity": capacity, "per_drawn": reciprocal(max(drawn, 1)), "per_capacity": reciprocal(capacity)}
     shared |= {"num_warps": 1 if searches else 4, "BY": by, "DRAWS": draws}
     shared |= {"DIGITS": digits_for(capacity) if by == "rank" else 0}
-    shared |= {"STRATIFIED": by_priority and stratified, "LOWEST_OF_ALL": by_priority and lowest_of_all}
+    shared |= {"STRATIFIED": by_priority and stratified, "LOWEST_OF_ALL": by_priority and normalize_over_buffer}
     if rule is None or streams is None:
         launch = Launch(
             draw_kernel,
@@ -265,14 +268,14 @@ def make_draw(
             **shared,
             starts=newest,
             skipped=skipped,
-            blocks_drawn=own,
+            blocks_drawn=blocks_once,
             REPLACEMENT=replacement,
             SKIPS=skipped > 0,
         )
     else:
         walks = not (by_priority or replacement)
         # all places of the stream that a sample on the host may take
-        blocks, envs = own if walks else own * (2 + REDRAWS), streams.shape.num_envs
+        blocks, envs = blocks_once if walks else blocks_once * (2 + REDRAWS), streams.shape.num_envs
         programs = min(1, drawn) if walks else -(-drawn // draws)
         launch = Launch(
             draw_sequences_kernel,
@@ -287,14 +290,14 @@ def make_draw(
             per_envs=reciprocal(envs),
             per_stride=reciprocal(rule.stride),
             blocks_drawn=blocks,
-            blocks_once=own,
+            blocks_once=blocks_once,
             drawing=programs,
             WALKS=walks,
             STRICT=rule.strict,
         )
     minima = programs if by_priority else 0
     blocks += blocks_for(batch if shifted else 0)
-    if by != "mass" or not lowest_of_all or tree is None:
+    if by != "mass" or not normalize_over_buffer or tree is None:
         return launch, blocks, minima
     find_lowest = make_extreme(tree, counters, low=True)
 

@@ -36,7 +36,7 @@ class StreamShape:
     """How the ring is divided: `steps` steps of `num_envs` environments; the slot of key `k` is `k % slots`.
 
     next_step: whether the step after an ending carries the final observation.
-    finals:    final observations kept beside the ring; 0 with `next_step`.
+    finals:    final observations kept apart from the ring; 0 with `next_step`.
     hindsight: whether later goals are looked up: episodes are then remembered, and all endings have `Flag.FINAL` whose
                final observation is there.
     """
@@ -84,12 +84,12 @@ def warn_of_flaw(shape: StreamShape) -> None:
 
 
 class Streams:
-    """The metadata stored per step beside the user's fields.
+    """The metadata stored per step in addition to the user's fields.
 
     flags:   (slots,) uint8 of `Flag`.
     depth:   (slots,) int32 steps since the first of the episode, 2**31 - 1 - n_step where they are more.
-    pending: (n_step + 1, num_envs) int64 masses given with the last steps, 0 where none was given; step `t` is in row
-             `t % (n_step + 1)`.
+    open_masses: (n_step + 1, num_envs) int64 masses given with the last steps, 0 where none was given; step `t` is in
+             row `t % (n_step + 1)`.
     final:   (slots,) int32 rows of final observations, meaningful where `Flag.FINAL` is set; empty with `next_step`.
     owner:   (finals,) int64 keys of the steps whose final observations are kept, -1 before any.
     episode_length: (slots,) int32, with hindsight: at the first step of an episode that another one follows, how many
@@ -103,7 +103,7 @@ class Streams:
         slots = shape.slots
         self.flags = torch.zeros(slots, dtype=torch.uint8, device=device)
         self.depth = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.pending = torch.zeros((shape.n_step + 1, shape.num_envs), dtype=torch.int64, device=device)
+        self.open_masses = torch.zeros((shape.n_step + 1, shape.num_envs), dtype=torch.int64, device=device)
         self.final = torch.zeros(slots if shape.finals else 0, dtype=torch.int32, device=device)
         self.owner = torch.full((shape.finals,), -1, dtype=torch.int64, device=device)
         episodes, clipped = (slots, shape.num_envs) if shape.hindsight else (0, 0)
@@ -113,14 +113,22 @@ class Streams:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All of it, in the order in which `add_step_kernel` takes it."""
-        return (self.flags, self.depth, self.pending, self.final, self.owner, self.episode_length, self.clipped_length)
+        return (
+            self.flags,
+            self.depth,
+            self.open_masses,
+            self.final,
+            self.owner,
+            self.episode_length,
+            self.clipped_length,
+        )
 
     def views(self, written: int) -> dict[str, Tensor]:
         """The parts in use while the first `written` slots are written, by name in a saved state."""
         views = {
             "streams.flags": self.flags[:written],
             "streams.depth": self.depth[:written],
-            "streams.pending": self.pending,
+            "streams.pending": self.open_masses,
         }
         if self.shape.hindsight:
             views |= {"streams.spans": self.episode_length[:written], "streams.parted": self.clipped_length}
@@ -155,8 +163,8 @@ def powers_of(gamma: float, n_step: int) -> np.ndarray:
 def stream_bytes(shape: StreamShape) -> int:
     """Bytes that `Streams` will take."""
     per_slot = torch.uint8.itemsize + torch.int32.itemsize + (torch.int32.itemsize if shape.finals else 0)
-    spans = torch.int32.itemsize * (shape.slots + shape.num_envs) if shape.hindsight else 0
-    return shape.slots * per_slot + 8 * ((shape.n_step + 1) * shape.num_envs + shape.finals) + spans
+    episodes = torch.int32.itemsize * (shape.slots + shape.num_envs) if shape.hindsight else 0
+    return shape.slots * per_slot + 8 * ((shape.n_step + 1) * shape.num_envs + shape.finals) + episodes
 
 
 # values of a tile on a GPU: a few for each thread
@@ -252,7 +260,8 @@ def make_add_step(
             find_highest()
         inputs, kept = tuple([values[name] for name in names]), tuple([(finals or {})[name] for name in final_names])
         ends = terminated.view(torch.uint8), truncated.view(torch.uint8)
-        own = () if masses is None or priorities is None else (priorities,)
-        launch(inputs, kept, ends, own, keys, aligned=(ready or aligned(*inputs)) and aligned(*kept, *ends, *own))
+        numbers = () if masses is None or priorities is None else (priorities,)
+        fits = (ready or aligned(*inputs)) and aligned(*kept) and aligned(*ends) and aligned(*numbers)
+        launch(inputs, kept, ends, numbers, keys, aligned=fits)
 
     return add_step

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.loops.windows import gather_bytes, gather_words
-from gpu_replay.ops.batch_memory import LARGE, BatchMemory
+from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.eligibility import Streams
 from gpu_replay.ops.frame_tiles import moved_frames
 from gpu_replay.ops.launch import Launch, allocator, reciprocal
-from gpu_replay.ops.ring import as_numpy, as_sampled, tensor_of
+from gpu_replay.ops.ring import as_numpy, as_torch, convert
 from gpu_replay.ops.weights import READ, Finish, Gather, weight_programs
 
 # bytes of a piece that is gathered and converted while it is in the cache
@@ -44,26 +44,26 @@ class FrameStore(NamedTuple):
         """The store of a ring (slots, *shape) and a pool of final observations (finals, *shape), or None."""
         rows = ring.reshape(len(ring), -1).view(np.uint8)
         # words of 8 bytes where rows are made of these
-        parted = rows.shape[1] % 8 or not rows.view(np.int64).flags.aligned
-        word, gather = (np.uint8, gather_bytes) if parted else (np.int64, gather_words)
+        by_bytes = rows.shape[1] % 8 or not rows.view(np.int64).flags.aligned
+        word, gather = (np.uint8, gather_bytes) if by_bytes else (np.int64, gather_words)
         pool_rows = rows[:0] if pool is None else pool.reshape(len(pool), -1)
         return cls(rows.view(word), pool_rows.view(word), ring.dtype, gather.compiled())
 
 
 def gather_stacks(
-    frames: FrameStore, field: Field, plan: np.ndarray, outputs: BatchMemory, name: str
+    frames: FrameStore, field: Field, frame_slots: np.ndarray, outputs: BatchMemory, name: str
 ) -> tuple[Tensor, Tensor]:
     """Host: (B, S, *shape) stacks of one field before and after windows, without the axis of frames where S is 1.
 
-    plan:    (2 * B, S) as `loops/windows.py` says, the stacks before the windows first.
+    frame_slots: (2 * B, S) as `loops/windows.py` says, the stacks before the windows first.
     outputs: where the memory of the stacks of the field `name` comes from.
     """
-    (rows, stack), batch = plan.shape, len(plan) // 2
+    (rows, stack), batch = frame_slots.shape, len(frame_slots) // 2
     shape = (rows, stack, *field.shape) if stack > 1 else (rows, *field.shape)
     if not field.converts:
         out = outputs.array(name, shape, frames.dtype)
-        _gather_into(out, frames, plan, 0, batch)
-        return tensor_of(out[:batch], field), tensor_of(out[batch:], field)
+        _gather_into(out, frames, frame_slots, 0, batch)
+        return as_torch(out[:batch], field), as_torch(out[batch:], field)
     converted = outputs.tensor(name, shape, field.output_dtype)
     sides = converted[:batch], converted[batch:]
     piece = max(1, min(_PIECE // max(1, 2 * stack * field.row_bytes), batch))
@@ -71,39 +71,17 @@ def gather_stacks(
     for begin in range(0, batch, piece):
         end = min(begin + piece, batch)
         raw = memory[: 2 * (end - begin)]
-        _gather_into(raw, frames, plan, begin, end)
-        for side, part in zip(sides, tensor_of(raw, field).chunk(2), strict=True):
-            convert_into(side[begin:end], part, field)
+        _gather_into(raw, frames, frame_slots, begin, end)
+        for side, part in zip(sides, as_torch(raw, field).chunk(2), strict=True):
+            convert(part, field, side[begin:end])
     return sides
 
 
-def _gather_into(out: np.ndarray, frames: FrameStore, plan: np.ndarray, begin: int, end: int) -> None:
+def _gather_into(out: np.ndarray, frames: FrameStore, frame_slots: np.ndarray, begin: int, end: int) -> None:
     """Copy the frames of the windows from `begin` to `end` to `out`, which holds them alone."""
     ring = frames.ring
     words = out.reshape(-1).view(ring.dtype).reshape(-1, ring.shape[1])
-    frames.gather(ring, frames.pool, plan, begin, end, begin, words)
-
-
-def convert_into(out: Tensor, raw: Tensor, field: Field) -> None:
-    """Put raw values into `out` as the field wants them sampled."""
-    if field.scale is None:
-        out.copy_(raw)
-    elif out.dtype == field.arithmetic_dtype:
-        torch.mul(raw, field.scale, out=out) if raw.dtype == out.dtype else out.copy_(raw).mul_(field.scale)
-    else:
-        out.copy_(raw.to(field.arithmetic_dtype).mul_(field.scale))
-
-
-def rows_as_sampled(rows: np.ndarray, field: Field, memory: BatchMemory, name: str) -> Tensor:
-    """Host: as `ring.as_sampled`, in memory that is used again where it is large.
-
-    rows: (B, *shape) of the field `name`, referenced nowhere else.
-    """
-    if not field.converts or rows.size * field.output_dtype.itemsize < LARGE:
-        return as_sampled(rows, field)
-    out = memory.tensor(f"{name} as sampled", rows.shape, field.output_dtype)
-    convert_into(out, tensor_of(rows, field), field)
-    return out
+    frames.gather(ring, frames.pool, frame_slots, begin, end, begin, words)
 
 
 def shifts_from(words: np.ndarray, most: int) -> np.ndarray:
@@ -232,7 +210,7 @@ def make_gather_windows(
 def window_outputs(
     fields: Mapping[str, Field], observations: Collection[str], stack: int
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype, and shape without the batch dimension, of all that a batch of windows holds besides its draw, in order."""
+    """Dtype, and shape without the batch dimension, of all that a batch of windows holds except its draw, in order."""
     frames = (stack,) if stack > 1 else ()
     stacks = {name: (fields[name].output_dtype, (*frames, *fields[name].shape)) for name in observations}
     singles = {name: (field.output_dtype, field.shape) for name, field in fields.items() if name not in stacks}

@@ -1,7 +1,7 @@
 """Which rows of a batch get another goal, and where that goal is stored: looked up without walking along an episode.
 
 The goal that a step achieved is seen in the observation after it, which lies one step later in the ring, or among the
-final observations that are kept beside it. An episode's first step, or its environment once that step is overwritten,
+final observations that are kept apart. An episode's first step, or its environment once that step is overwritten,
 says how many of its steps have such an observation (`Streams.episode_length`, `Streams.clipped_length`); of the newest
 episode all have but the newest step. So the steps to choose from are an interval that is known at once.
 
@@ -23,7 +23,7 @@ from gpu_replay.ops.counters import blocks_for
 from gpu_replay.ops.draw import PERMUTATION_WORDS
 from gpu_replay.ops.eligibility import Streams
 from gpu_replay.ops.launch import Launch, per_program
-from gpu_replay.ops.ring import as_numpy, as_sampled, converted
+from gpu_replay.ops.ring import as_numpy, as_torch, convert
 
 Strategy = Literal["future", "final", "episode"]
 
@@ -74,7 +74,7 @@ class RelabelSettings(Protocol):
 
 
 def goal_words(count: int, strategy: Strategy) -> int:
-    """Random words, beside those of a permutation, that `count` goals take."""
+    """Random words, in addition to those of a permutation, that `count` goals take."""
     return 0 if strategy == "final" else count
 
 
@@ -92,7 +92,7 @@ def gather_goals(chosen: GoalRows, raw: Tensor, pool: Tensor | None, field: Fiel
     if pool is not None and chosen.places is not None:
         pooled = (chosen.places >= 0).reshape(-1, *(1 for _ in field.shape))
         raw = torch.where(pooled, pool.index_select(0, chosen.places.clamp(min=0)), raw)
-    return converted(raw, field)
+    return convert(raw, field)
 
 
 def put_goals(
@@ -129,7 +129,7 @@ class HostGoals(NamedTuple):
         if pool is not None:
             pooled = np.flatnonzero(self.places >= 0)
             goals[pooled] = pool[self.places[pooled]]
-        return as_sampled(goals, field)
+        return convert(as_torch(goals, field), field)
 
     def put(self, tensors: dict[str, Tensor], goals: Tensor, relabel: RelabelSettings, stack: int) -> RelabelInput:
         """Do the work of `put_goals` in one loop, for arrays on the host."""
@@ -141,7 +141,7 @@ class HostGoals(NamedTuple):
         count, frames = self.rows.size, achieved.shape[0] * stack
         seen = [each.reshape(frames, -1).view(np.uint8) for each in places]
         rows = [each.reshape(count, -1).view(np.uint8) for each in (goal_rows, *made)]
-        loops.put_goals.compiled()(self.rows, self.known, stack, rows[0], *seen, *rows[1:])
+        loops.put_goals.compiled()(self.rows, self.known, stack, *rows, *seen)
         tensor, known = torch.from_numpy, None if self.all_known else torch.from_numpy(self.known)
         achieved_goals, desired_goals = tensor(made[0]).view(achieved.dtype), tensor(made[1]).view(goals.dtype)
         return RelabelInput(tensor(self.rows), known, achieved_goals, desired_goals)

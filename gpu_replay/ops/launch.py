@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpu_replay.fields import ALIGNMENT
 
-# keeps the launches that a function plans, by its arguments: those of the sizes that were asked for last
+# keeps the launches that a function makes, by its arguments: those of the sizes that were asked for last
 per_arguments = lru_cache(maxsize=64)
 # whether launches go past Triton's own way at all; a variable for a Triton in which that does not work
 VARIABLE = "GPU_REPLAY_PLAIN_LAUNCH"
@@ -99,10 +99,10 @@ class Launch:
         """
         names = kernel.arg_names
         run_time = [name for name in names if not name.isupper()]
-        own = [place for place, name in enumerate(run_time) if name not in shared] or [len(run_time)]
+        given = [place for place, name in enumerate(run_time) if name not in shared] or [len(run_time)]
         self._kernel, self._grid = kernel, (programs, 1, 1)
-        self._before = tuple(shared.pop(name) for name in run_time[: own[0]])
-        self._after = tuple(shared.pop(name) for name in run_time[own[-1] + 1 :])
+        self._before = tuple(shared.pop(name) for name in run_time[: given[0]])
+        self._after = tuple(shared.pop(name) for name in run_time[given[-1] + 1 :])
         self._settings = shared
         self._run: Callable[..., object] | None = None
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from gpu_replay.loops import tree as loops
-from gpu_replay.ops.ring import plain
+from gpu_replay.ops.ring import contiguous
 
 UNIT = float(2**20)
 # priorities below this count as this: log2 of zero has no value
@@ -60,8 +60,8 @@ class MassRule:
         Written as exp2(log2(x) * alpha) because the kernels have these two functions, not `pow`; NumPy's, since those
         of a compiler round otherwise.
         """
-        x = np.empty(priorities.size)
-        loops.shifted.compiled()(plain(priorities), self.eps, *self._bounds, x)
+        x, (most, least) = np.empty(priorities.size), self._bounds
+        loops.shifted.compiled()(contiguous(priorities), self.eps, most, least, x)
         np.log2(x, x)
         x *= self.alpha
         return np.exp2(x, x)

@@ -152,7 +152,7 @@ class MassTree:
             self.high.zero_()
 
     def _mark_all_changed(self) -> None:
-        """Host: tell the order of ranks, where one is kept, that more slots have changed than can be noted."""
+        """Host: tell the order of ranks, where one is kept, that more slots have changed than can be recorded."""
         if self.host.changed_slots.size:
             self.host.changed_slots[0] = self.host.changed_slots.size
 

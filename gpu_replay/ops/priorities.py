@@ -40,7 +40,7 @@ class DeviceMasses:
 
     @property
     def nbytes(self) -> int:
-        """Bytes beside the tree's."""
+        """Bytes in addition to the tree's."""
         return sum(part.nbytes for part in self.rule) + self.stamps.nbytes
 
 
@@ -119,8 +119,8 @@ def make_add(
     def add(values: Mapping[str, Tensor], priorities: Tensor | None, keys: Tensor, ready: bool) -> None:
         if find_highest is not None:
             find_highest()
-        inputs, own = tuple(map(values.__getitem__, names)), keys if priorities is None else priorities
-        launch(inputs, keys, own, aligned=(ready or aligned(*inputs)) and (own is keys or aligned(own)))
+        inputs, numbers = tuple(map(values.__getitem__, names)), keys if priorities is None else priorities
+        launch(inputs, keys, numbers, aligned=(ready or aligned(*inputs)) and (numbers is keys or aligned(numbers)))
 
     return add
 

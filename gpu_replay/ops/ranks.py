@@ -59,8 +59,8 @@ class RankedRows(NamedTuple):
     last: int
 
 
-def noted_slots(slots: int) -> int:
-    """Changes that are noted between two draws, at most."""
+def most_changes(slots: int) -> int:
+    """Changes that are recorded between two draws, at most."""
     return slots // _CHANGED + 64
 
 
@@ -76,21 +76,21 @@ def _block_shape(slots: int) -> tuple[int, int]:
 def host_ranks_bytes(slots: int) -> int:
     """Bytes of the `HostRanks` of a buffer."""
     blocks, width = _block_shape(slots)
-    return blocks * (width * 12 + 32) + slots * 12 + (noted_slots(slots) + 1 + loops.COUNT) * 8
+    return blocks * (width * 12 + 32) + slots * 12 + (most_changes(slots) + 1 + loops.COUNT) * 8
 
 
 class HostRanks:
     """The rank order of one buffer on the host, and draws from it.
 
     leaves: (slots,) int64 order codes, 0 for slots that cannot be drawn. counters: of the buffer.
-    changed_slots: where `loops/tree.py` notes which codes have changed; which keys have, the counters say.
+    changed_slots: where `loops/tree.py` records which codes have changed; which keys have, the counters say.
     """
 
     def __init__(self, leaves: np.ndarray, counters: np.ndarray, alpha: float) -> None:
         slots = leaves.size
         self._leaves, self._counters = leaves, counters
         self._sums = cumulative_masses(slots, alpha)
-        self.changed_slots = np.zeros(noted_slots(slots) + 1, dtype=np.int64)
+        self.changed_slots = np.zeros(most_changes(slots) + 1, dtype=np.int64)
         blocks, width = _block_shape(slots)
         # unlike zeros, these may be in large pages of memory
         self._order = (
@@ -103,11 +103,11 @@ class HostRanks:
             np.full(blocks, 0, dtype=np.int64),
             np.full(loops.COUNT, -1, dtype=np.int64),
         )
-        self._state = self._order[-1]
+        self._counts = self._order[-1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of table, order and notes."""
+        """Bytes of table, order and recorded changes."""
         return host_ranks_bytes(self._leaves.size)
 
     def draw(self, doubles: np.ndarray, *, stratified: bool, skipped: int = 0) -> RankedRows:
@@ -115,16 +115,16 @@ class HostRanks:
 
         stratified: from each of B equal parts of the mass. skipped: slots with the newest keys that are left out.
         """
-        added, state = self._counters.item(Counter.ADDED), self._state
+        added, counts = self._counters.item(Counter.ADDED), self._counts
         changed = self._changes(added, skipped)
         # marked invalid until the update is done: after an interrupt the next draw sorts anew
-        state[loops.ADDED] = -1
+        counts[loops.ADDED] = -1
         self._renew(changed, added, skipped)
-        count = state.item(loops.RANKED)
+        count = counts.item(loops.RANKED)
         ranks, masses = np.empty((2, doubles.size), dtype=np.int64)
         loops.draw.compiled()(self._sums, count, doubles, stratified, ranks, masses)
         slots = self._located(ranks, added)
-        self.changed_slots[0], state[loops.SKIPPED], state[loops.ADDED] = 0, skipped, added
+        self.changed_slots[0], counts[loops.SKIPPED], counts[loops.ADDED] = 0, skipped, added
         total, before = self._sums.item(count - 1), self._sums.item(count - 2) if count > 1 else 0
         return RankedRows(slots, masses, total, total - before)
 
@@ -135,8 +135,8 @@ class HostRanks:
 
     def _changes(self, added: int, skipped: int) -> np.ndarray | None:
         """The slots whose code, key or exclusion changed since the last call; None if all may have changed."""
-        count, before = self.changed_slots.item(0), self._state.item(loops.ADDED)
-        first = min(before - self._state.item(loops.SKIPPED), added - skipped)
+        count, before = self.changed_slots.item(0), self._counts.item(loops.ADDED)
+        first = min(before - self._counts.item(loops.SKIPPED), added - skipped)
         if before < 0 or count + added - first >= self.changed_slots.size:
             return None
         return np.concatenate((self.changed_slots[1 : count + 1], np.arange(first, added) % self._leaves.size))
@@ -162,11 +162,11 @@ class HostRanks:
 
     def _list(self, added: int) -> np.ndarray:
         """The (n,) slots that have a rank in order."""
-        return self._located(np.arange(self._state.item(loops.RANKED)), added)
+        return self._located(np.arange(self._counts.item(loops.RANKED)), added)
 
     def _fill(self, listed: np.ndarray, added: int) -> None:
         """Make all blocks anew of (n,) slots in order, each five eighths full."""
-        codes, slots, block_of, fences, fence_keys, order, sizes, state = self._order
+        codes, slots, block_of, fences, fence_keys, order, sizes, counts = self._order
         width, count = codes.shape[1], listed.size
         each = width * 5 // 8
         blocks = max(1, -(-count // each))
@@ -180,4 +180,4 @@ class HostRanks:
         sizes[blocks - 1] = count - (blocks - 1) * each
         fences[: firsts.size] = self._leaves[firsts]
         fence_keys[: firsts.size] = added - 1 - (added - 1 - firsts) % self._leaves.size
-        state[loops.RANKED], state[loops.BLOCKS] = count, blocks
+        counts[loops.RANKED], counts[loops.BLOCKS] = count, blocks

@@ -33,7 +33,7 @@ def as_numpy(tensor: Tensor | np.ndarray) -> np.ndarray:
     return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-def plain(array: np.ndarray) -> np.ndarray:
+def contiguous(array: np.ndarray) -> np.ndarray:
     """The values of an array end to end, in memory that a loop may take: contiguous and writable, if need be a copy."""
     flat = np.asarray(array).reshape(-1)
     return flat if flat.flags.carray else flat.copy()
@@ -62,12 +62,7 @@ def commit(result: Result, *changes: Iterable[object]) -> Result:
     return (tuple(chain(*changes)), result)[1]
 
 
-def gather_rows(rows: np.ndarray, field: Field, slots: np.ndarray) -> Tensor:
-    """Host: (B, *shape) rows of one field's array, as the field wants them sampled."""
-    return as_sampled(taken(rows, slots), field)
-
-
-def taken(rows: np.ndarray, slots: np.ndarray, memory: BatchMemory | None = None, name: str = "") -> np.ndarray:
+def gather_rows(rows: np.ndarray, slots: np.ndarray, memory: BatchMemory | None = None, name: str = "") -> np.ndarray:
     """Host: (B, ...) rows of an array at slots that exist.
 
     memory: where that of large ones comes from, for the field `name`; None: it is new.
@@ -79,24 +74,22 @@ def taken(rows: np.ndarray, slots: np.ndarray, memory: BatchMemory | None = None
     return rows.take(slots, 0, out, "clip")
 
 
-def tensor_of(rows: np.ndarray, field: Field) -> Tensor:
+def as_torch(rows: np.ndarray, field: Field) -> Tensor:
     """A tensor over rows of a field as NumPy sees it, `as_numpy` undone."""
     tensor = torch.from_numpy(rows)
     return tensor.view(torch.bfloat16) if field.dtype == torch.bfloat16 else tensor
 
 
-def as_sampled(rows: np.ndarray, field: Field) -> Tensor:
-    """Host: (B, *shape) rows of a field as NumPy sees it, referenced nowhere else, as the field wants them sampled."""
-    return converted(tensor_of(rows, field), field)
-
-
-def converted(raw: Tensor, field: Field) -> Tensor:
-    """(B, *shape) stored values of a field, referenced nowhere else, as it wants them sampled."""
+def convert(rows: Tensor, field: Field, out: Tensor | None = None) -> Tensor:
+    """(B, *shape) stored rows of a field, referenced nowhere else, as it wants them sampled; in `out` if given."""
     if not field.converts:
-        return raw
+        return rows
     if field.scale is None:
-        return raw.to(field.output_dtype)
-    return raw.to(field.arithmetic_dtype).mul_(field.scale).to(field.output_dtype)
+        return rows.to(field.output_dtype) if out is None else out.copy_(rows)
+    if out is None or out.dtype != field.arithmetic_dtype:
+        scaled = rows.to(field.arithmetic_dtype).mul_(field.scale)
+        return scaled.to(field.output_dtype) if out is None else out.copy_(scaled)
+    return torch.mul(rows, field.scale, out=out) if rows.dtype == out.dtype else out.copy_(rows).mul_(field.scale)
 
 
 class Tile(NamedTuple):
@@ -108,8 +101,8 @@ class Tile(NamedTuple):
 
 
 def piece_columns(elements: int, least: int, most: int) -> int:
-    """Values of the pieces in which a row is moved, a power of two: the widest from `least` to `most` of those that are
-    filled by the row as well as any, give or take one value in 64.
+    """Values of the pieces in which a row is moved, the widest power of two in [least, most] whose padding
+    is within 1/64 of the best.
 
     least, most: powers of two. Of rows that are shorter all are one piece.
     """

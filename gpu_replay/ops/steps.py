@@ -1,6 +1,6 @@
 """Host: adds steps of all environments to a trajectory buffer and applies the rules of eligibility.
 
-The rules are those of `eligibility.py`, whose kernel does the same on a device. All that a step changes beside the
+The rules are those of `eligibility.py`, whose kernel does the same on a device. All that a step changes except the
 fields is changed by one loop.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from gpu_replay.loops import steps as loops
 from gpu_replay.ops.eligibility import GivenFinals, Streams, warn_of_flaw
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.ring import commit, plain
+from gpu_replay.ops.ring import commit, contiguous
 
 Result = TypeVar("Result")
 _NOTHING = np.zeros(0, dtype=np.int64)
@@ -74,9 +74,9 @@ class HostSteps:
             return NONE_KEPT
         shape, rows = self._shape, terminated.size
         places, moves = np.empty(rows, np.int32), np.empty((2, rows), np.int64)
+        ended, cut, place_of = map(contiguous, (terminated, truncated, finals.place))
         ring = self._owner, self._counters, shape.num_envs, shape.steps, shape.hindsight
-        came = map(plain, (terminated, truncated, finals.place))
-        count = loops.plan_finals.compiled()(*came, *ring, places, moves)
+        count = loops.place_finals.compiled()(ended, cut, place_of, places, moves, *ring)
         # of a row of the pool that is taken more than once the last one stays
         given, pool = moves[:, max(0, count - shape.finals) : count]
         return KeptFinals(places, given, pool) if count else NONE_KEPT
@@ -97,8 +97,9 @@ class HostSteps:
 
         Warns of the first flawed ending, before anything changes.
         """
-        flat_masses = _NOTHING if masses is None else plain(masses)
-        call = *map(plain, steps), flat_masses, kept.places, saturated, *self._arguments
+        flat_masses = _NOTHING if masses is None else contiguous(masses)
+        ended, cut, rewards = map(contiguous, steps)
+        call = ended, cut, rewards, flat_masses, kept.places, saturated, *self._arguments
         try:
             # the loop comes first: where it refuses, nothing is written
             return commit(result, map(_TAKEN.__getitem__, starmap(self._add, (call,))), *changes)

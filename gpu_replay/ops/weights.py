@@ -1,7 +1,7 @@
 """The end of a sample on the device: no launch of its own, but a part of the one that gathers its rows.
 
 A weight needs the smallest mass of its batch, which is known once all of it is drawn. The gather makes weights and
-counts the sample beside what it waits for anyway, so that a sample changes nothing before its last launch.
+counts the sample while it waits for memory anyway, so that a sample changes nothing before its last launch.
 """
 
 from __future__ import annotations

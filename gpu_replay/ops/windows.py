@@ -1,7 +1,8 @@
-"""Host: finds n-step windows by their starts: rewards, discounts, endings, and the plans of their stacks."""
+"""Host: finds n-step windows by their starts: rewards, discounts, endings, and where the frames of their stacks lie."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -31,13 +32,13 @@ class SequenceRule(NamedTuple):
 class Windows(NamedTuple):
     """n-step windows, one for each of (B,) starts, and the frames of the stacks before and after them.
 
-    plan:     (2 * B, S) int64 as `loops/windows.py` says, those of `obs` first.
+    frame_slots: (2 * B, S) int64 as `loops/windows.py` says, those of `obs` first.
     reward:   (B,) float32, discounted.
     discount: (B,) float32, gamma ** m, 0 where terminated.
     terminated, truncated: (B,) bool, how the window ended.
     """
 
-    plan: np.ndarray
+    frame_slots: np.ndarray
     reward: np.ndarray
     discount: np.ndarray
     terminated: np.ndarray
@@ -46,8 +47,10 @@ class Windows(NamedTuple):
     @classmethod
     def empty(cls, batch: int, stack: int) -> Windows:
         """To be filled."""
-        plan = np.empty((2 * batch, stack), np.int64)
-        return cls(plan, *np.empty((2, batch), np.float32), *np.empty((2, batch), np.bool_))
+        frame_slots = np.empty((2 * batch, stack), np.int64)
+        reward, discount = np.empty((2, batch), np.float32)
+        terminated, truncated = np.empty((2, batch), np.bool_)
+        return cls(frame_slots, reward, discount, terminated, truncated)
 
 
 class HostWindows:
@@ -58,20 +61,23 @@ class HostWindows:
 
     def __init__(self, streams: Streams, rewards: np.ndarray, powers: np.ndarray, *, zero: bool) -> None:
         shape = streams.shape
-        self._stack, self._windows = shape.stack, loops.windows.compiled()
-        flags, depth, final = (each.numpy() for each in (streams.flags, streams.depth, streams.final))
-        self._ring = flags, depth, final, rewards, powers, shape.num_envs, shape.next_step, zero
+        self._shape = shape
+        self._flags, self._depth, final = (each.numpy() for each in (streams.flags, streams.depth, streams.final))
+        ring = self._flags, self._depth, final, rewards, powers, shape.num_envs, shape.next_step, zero
+        self._windows = partial(loops.windows.compiled(), *ring)
 
     def at(self, steps: np.ndarray, left: np.ndarray = _WHOLE) -> Windows:
         """The windows of (B,) eligible starts, or of stored steps from each of which on `left` are stored: these
         windows may be incomplete.
         """
-        windows = Windows.empty(steps.size, self._stack)
-        self._windows(steps, left, *self._ring, *windows)
+        windows = Windows.empty(steps.size, self._shape.stack)
+        self._windows(steps, left, *windows)
         return windows
 
     def fit(self, rule: SequenceRule, added: int, starts: np.ndarray) -> np.ndarray:
         """Which of (B,) eligible starts may begin a sequence, as bool; added: the next key."""
-        fits, (flags, depth, *_, num_envs, _, _) = np.empty(starts.size, np.bool_), self._ring
-        loops.fitting.compiled()(starts, flags, depth, added, num_envs, *rule, fits)
+        fits, envs = np.empty(starts.size, np.bool_), self._shape.num_envs
+        loops.fitting.compiled()(
+            starts, self._flags, self._depth, added, envs, rule.length, rule.strict, rule.stride, fits
+        )
         return fits

@@ -388,7 +388,7 @@ class ShardedReplayBuffer:
 
         with ranks.call("load"):
             ranks.agree("load", opened)
-        buffer = cls(**arguments, group=group, device=device, timeout=timeout)
+        buffer = cls(**arguments | {"group": group, "device": device, "timeout": timeout})
         with buffer._group.call("load"), buffer._shard._alone():
             saving.fill(buffer._group, buffer._shard, saved)
         return buffer

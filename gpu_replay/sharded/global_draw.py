@@ -30,14 +30,14 @@ class Assignment(NamedTuple):
     """The rows of one sample of all ranks.
 
     owner:  (rows,) the rank that stores each row.
-    number: (rows,) where it is stored there: a target within the shard's total mass, or an index among its live slots;
+    place:  (rows,) where it is stored there: a target within the shard's total mass, or an index among its live slots;
             from row `chance` on a local key.
     total:  the sum of the masses of all shards, or, with uniform sampling, of their sizes.
     random: the Philox blocks used so far, this sample included.
     """
 
     owner: np.ndarray
-    number: np.ndarray
+    place: np.ndarray
     chance: int
     total: int
     random: int
@@ -80,8 +80,8 @@ def exchange_rows(
     added, size = int(table[rank, Column.ADDED]), int(table[rank, Column.SIZE])
     mine = np.flatnonzero(assigned.owner == rank)
     by_chance = int(np.searchsorted(mine, assigned.chance))
-    numbers = torch.from_numpy(assigned.number[mine[by_chance:]]).to(shard.device)
-    slots = torch.cat([shard.find(assigned.number[mine[:by_chance]], added, size), numbers % shard.capacity])
+    numbers = torch.from_numpy(assigned.place[mine[by_chance:]]).to(shard.device)
+    slots = torch.cat([shard.find(assigned.place[mine[:by_chance]], added, size), numbers % shard.capacity])
     masses = shard.masses_at(slots)
     step = int(table[:, Column.STEP].max())
     shard.count_draw(slots, assigned.random, step + 1)

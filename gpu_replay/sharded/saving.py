@@ -11,7 +11,7 @@ from typing import Any
 from gpu_replay.checkpoint.format import SHARD_BYTES, write_shards, writing
 from gpu_replay.checkpoint.joint import BufferCheckpoint, Share, name_of
 from gpu_replay.checkpoint.manifest import described, shards_from, write_manifest
-from gpu_replay.checkpoint.shards import check_length, plan_shards, synchronize
+from gpu_replay.checkpoint.shards import check_length, split_into_shards, synchronize
 from gpu_replay.checkpoint.state import VERSION
 from gpu_replay.errors import CheckpointError
 from gpu_replay.sharded.group import Contribution, Group
@@ -36,7 +36,7 @@ def save(group: Group, shard: Shard, path: str | PathLike[str], config: dict[str
 
         def write() -> str:
             views = {name_of(group.rank, each): view for each, view in state.views(counters["ADDED"]).items()}
-            plan = plan_shards(views, SHARD_BYTES)
+            plan = split_into_shards(views, SHARD_BYTES)
             synchronize(views.values())
             return json.dumps([counters, described(write_shards(place, plan, views))])
 

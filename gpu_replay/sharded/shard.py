@@ -13,7 +13,7 @@ from gpu_replay.buffer import ReplayBuffer
 from gpu_replay.fields import Field
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import lowest_mass, slots_at
-from gpu_replay.ops.ring import converted
+from gpu_replay.ops.ring import convert
 from gpu_replay.samplers import LinearSchedule
 
 
@@ -142,7 +142,7 @@ class Shard(ReplayBuffer):
         for name, field in self._fields.items():
             stop = start + field.row_bytes
             raw = rows[:, start:stop].clone(memory_format=torch.contiguous_format).view(-1).view(field.dtype)
-            tensors[name] = converted(raw.view(-1, *field.shape), field)
+            tensors[name] = convert(raw.view(-1, *field.shape), field)
             start = stop
         return tensors, rows[:, start:]
 

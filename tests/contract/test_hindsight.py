@@ -303,18 +303,28 @@ def test_another_thread_that_adds_waits_until_the_sample_returns(device: str) ->
     assert pair.buffer.added == 10
 
 
-def test_a_reward_function_that_clears_the_buffer_and_raises_leaves_it_empty(device: str) -> None:
-    def clears(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
-        buffer.clear()
-        raise ZeroDivisionError
+@pytest.mark.parametrize("call", ["add", "clear", "load", "sample", "update"])
+def test_a_reward_function_that_changes_its_buffer_is_refused_and_changes_nothing(call: str, device: str) -> None:
+    def changes(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+        assert len(buffer) == len(buffer.keys()) == 9
+        if calls:
+            calls.pop(call)()
+        return reward_of(achieved, desired)
 
-    buffer = stream(".....", device, relabel=hindsight(reward_fn=clears)).buffer
-    with pytest.raises(ZeroDivisionError):
-        buffer.sample(3)
-    state = buffer.state_dict()
-    assert int(state["tensors"]["times_sampled"].abs().sum()) == 0
-    buffer.load_state_dict(state)
-    assert len(buffer) == 0
+    pair, twin = (stream(".....T...", device, relabel=hindsight(reward_fn=each)) for each in (changes, reward_of))
+    buffer, state = pair.buffer, twin.buffer.state_dict()
+    calls = {
+        "add": lambda: pair.add(steps_of(pair)),
+        "clear": buffer.clear,
+        "load": lambda: buffer.load_state_dict(state),
+        "sample": lambda: buffer.sample(1),
+        "update": lambda: buffer.update_priorities([0], [2.0]),
+    }
+    with pytest.raises(RuntimeError, match="run inside sample: they must not change their buffer"):
+        buffer.sample(8)
+    calls.clear()
+    same(buffer.sample(8), twin.buffer.sample(8))
+    assert repr(buffer.stats()) == repr(twin.buffer.stats())
 
 
 def test_checkpoints_of_other_hindsight_are_refused(tmp_path: Path) -> None:

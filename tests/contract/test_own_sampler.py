@@ -26,7 +26,7 @@ from test_distributions import lived
 from tolerances import close
 from transitions import same
 
-from gpu_replay import CheckpointError, Combined, ShardedReplayBuffer, Uniform
+from gpu_replay import CheckpointError, Combined, Proportional, ShardedReplayBuffer, Uniform
 from gpu_replay.samplers import BaseSampler, LinearSchedule, Sampler
 
 pytestmark = pytest.mark.contract
@@ -193,11 +193,13 @@ def test_a_device_without_a_kernel_for_it_refuses_it(kind: str, device: str, mon
 
 def test_a_class_that_would_be_taken_for_another_sampler_is_refused() -> None:
     known, places = dict(Sampler.kinds), {"places": Recent.places}
-    for name in ("Uniform", "Combined"):
-        with pytest.raises(TypeError, match=f"{name} is a sampler of gpu_replay; name yours differently"):
+    for name, what in (("Uniform", "sampler"), ("Combined", "sampler"), ("LinearSchedule", "schedule")):
+        with pytest.raises(TypeError, match=f"{name} is a {what} of gpu_replay; name yours differently"):
             type(name, (BaseSampler,), places)
     with pytest.raises(TypeError, match="Nearest derives from Uniform, .* Derive it from BaseSampler"):
         type("Nearest", (Uniform,), places)
+    with pytest.raises(TypeError, match=r"beta must be a number or LinearSchedule\(start, end, steps\)"):
+        Proportional(beta=type("Cosine", (LinearSchedule,), {})(0.4, 1.0, 10))
     assert Sampler.kinds == known
 
 

@@ -88,6 +88,10 @@ def test_no_rows_give_no_keys_and_change_nothing(device: str) -> None:
     for more in ({}, {"priority": torch.ones(0, device=device)}):
         keys = buffer.add(**{name: value[:0] for name, value in rows.items()}, **more)
         assert (tuple(keys.shape), keys.dtype, keys.device) == ((0,), torch.int64, buffer.device)
+    # a list of nothing is float64, and holds no value that could be lost
+    lists = {name: [] if not field.shape else torch.zeros((0, *field.shape)) for name, field in ROW.items()}
+    assert buffer.add(**lists, priority=[]).tolist() == []
+    buffer.write([], **lists)
     with pytest.raises(ValueError, match="'terminated' has 3 rows where the others of this add have 0"):
         buffer.add(**{name: value[:0] for name, value in rows.items()} | {"terminated": rows["terminated"]})
     assert whole_state(buffer) == before

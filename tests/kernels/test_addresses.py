@@ -98,7 +98,7 @@ def drawn_by_rank(memory: SparseMemory) -> None:
     slots = [PLACES[row % len(PLACES)] for row in range(12)]
     added = 8 * SLOTS + 2**29
     ages[targets] = torch.tensor([(slot - added) % SLOTS for slot in slots])
-    check_drawn("rank", slots, added, 12, (sums, ages, torch.tensor([SLOTS])), lowest_of_all=True)
+    check_drawn("rank", slots, added, 12, (sums, ages, torch.tensor([SLOTS])), normalize_over_buffer=True)
 
 
 def scanned(memory: SparseMemory) -> None:
