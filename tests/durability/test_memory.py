@@ -15,7 +15,7 @@ import pytest
 import torch
 from children import in_a_child, memory_of
 from devices import device_fixture as device_fixture
-from devices import host_only
+from devices import host_only, scale
 from freed import collector_off_fixture as collector_off_fixture
 from pairs import FIELDS, StepPair, live_through
 from places import STEPS, live
@@ -142,7 +142,7 @@ def test_nothing_grows_with_use(autoreset: str, device: str) -> None:
     pair.buffer.sample_sequences(2, 2)
     before = pair.buffer.nbytes
     assert before >= 61 // 3 * 3 * sum(kind.row_bytes for kind in FIELDS.values())
-    live_through(pair, 50, end=0.3, final=1.0)
+    live_through(pair, scale(50, 20), end=0.3, final=1.0)
     pair.buffer.sample(5)
     pair.buffer.sample_sequences(2, 2)
     assert pair.buffer.nbytes == before
@@ -225,7 +225,7 @@ USES: dict[str, Callable[[Any, Path], list[Any]]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("kind", ["rows", *STEPS])
+@pytest.mark.parametrize("kind", ["rows", *scale([*STEPS], ["same_step"])])
 @pytest.mark.usefixtures("collector_off")
 def test_a_dropped_buffer_is_freed_at_once(kind: str, use: str, device: str, tmp_path: Path) -> None:
     if use == "plotted":
