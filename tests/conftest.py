@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -53,6 +54,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gone := [item for item, reason in zip(items, reasons, strict=True) if reason]:
         config.hook.pytest_deselected(items=gone)
         items[:] = [item for item, reason in zip(items, reasons, strict=True) if not reason]
+
+
+def pytest_collection_finish() -> None:
+    # what was imported and collected stays; no collection looks at it again
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

@@ -82,7 +82,7 @@ def test_a_step_is_a_sample_what_learns_from_it_and_an_update(name: str, kind: s
     assert step.replays == (CALLS - 3 if device == "cuda" else 0)
 
 
-@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("kind", scale([*BUFFERS], ["transitions"]))
 def test_a_step_may_add_and_be_cleared(kind: str, device: str) -> None:
     buffer, twin = (filled(kind, SAMPLERS["annealed"], device) for _ in range(2))
     number = torch.full((3,), TURNS, device=device)
@@ -105,7 +105,7 @@ def test_a_step_may_add_and_be_cleared(kind: str, device: str) -> None:
     assert (buffer.added, len(buffer)) == (3 * (TURNS + CALLS), 0)
 
 
-@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("kind", scale([*BUFFERS], ["steps"]))
 def test_a_step_that_draws_nothing_adds(kind: str, device: str) -> None:
     buffer, twin = (BUFFERS[kind](SAMPLERS["annealed"], device) for _ in range(2))
     number = torch.zeros((3,), dtype=torch.int64, device=device)

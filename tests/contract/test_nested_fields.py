@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from devices import device_fixture as device_fixture
+from devices import scale
 from transitions import same
 
 from gpu_replay import Field, Latest, ReplayBuffer, TrajectoryReplayBuffer
@@ -99,7 +100,11 @@ def stacked(values: list[Any]) -> Any:
     return np.stack(values)
 
 
-@pytest.mark.parametrize("form", ["dict", "masked", "objects", "dict of objects", "list", "dotted"])
+FORMS = ["masked", "objects", "dict", "dict of objects", "list", "dotted"]
+
+
+# they are one before any kernel sees them
+@pytest.mark.parametrize("form", scale(FORMS, FORMS[:2]))
 def test_final_observations_come_in_every_form(form: str, device: str, tmp_path: Any) -> None:
     buffer, twin, extended = streams(device), streams(device), streams(device)
     played, given, table = [], [], np.full((6, 2), None, dtype=object)

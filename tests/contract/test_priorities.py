@@ -76,7 +76,7 @@ def test_the_last_of_a_repeated_key_counts_in_a_long_update(different: int, coun
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("alpha", scale([0.0, 0.6, 1.5], [0.0, 0.6]))
-@pytest.mark.parametrize("eps, clip", [(0.0, None), (1e-6, None), (0.1, 2.0), (0.0, 0.5)])
+@pytest.mark.parametrize("eps, clip", [(1e-6, None), (0.1, 2.0), *scale([(0.0, None), (0.0, 0.5)], [])])
 def test_mass_of_a_priority(alpha: float, eps: float, clip: float | None, kind: str, device: str) -> None:
     settings = Proportional(alpha=alpha, eps=eps, clip=clip)
     priorities: list[Any] = [0.0, 1e-12, 1e-6, 1e-3, 0.1, 0.5, 1.0, 1.9, 2.0, 2.1, 10.0, 1e4, 1e8]

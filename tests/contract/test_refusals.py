@@ -10,6 +10,7 @@ import multiprocessing
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -187,10 +188,12 @@ def test_names_that_would_hide_something_are_reserved(name: str) -> None:
 @pytest.mark.parametrize("sampler", [Uniform(), Proportional()], ids=repr)
 def test_what_does_not_fit_is_refused_with_a_table_of_fields(sampler: Any, device: str) -> None:
     fields = {"obs": Field((1024, 1024, 3), torch.uint8), "action": ACTION}
-    with pytest.raises(MemoryError) as refused:
-        TrajectoryReplayBuffer(2**31 - 1, 64, fields, sampler=sampler, stack=4, device=device)
-    for name in ("obs", "action", "reward"):
-        assert re.search(rf"(?m)^.*\b{name}\b.*\d", str(refused.value)), f"no line for {name}"
+    known: dict[str, Any] = {"capacity": 2**31 - 1, "fields": fields, "sampler": sampler, "device": device}
+    for make in (partial(ReplayBuffer, **known), partial(TrajectoryReplayBuffer, num_envs=64, stack=4, **known)):
+        with pytest.raises(MemoryError, match="(?is)free|available") as refused:
+            make()
+        for name in ("obs", "action", *["reward"] * (make.func is TrajectoryReplayBuffer)):
+            assert re.search(rf"(?m)^.*\b{name}\b.*\d", str(refused.value)), f"no line for {name}"
 
 
 @host_only

@@ -134,7 +134,7 @@ def test_masks_of_sequences_worked_out_by_hand(
     pair.check_sequences(batch, view, length)
 
 
-@pytest.mark.parametrize("length", [2, 3, 4])
+@pytest.mark.parametrize("length", scale([2, 3, 4], [3]))
 def test_strict_sequences_are_all_that_no_ending_divides(length: int, device: str) -> None:
     """In a full ring, wherever it has turned to."""
     sampler = Uniform(replacement=True)
@@ -142,7 +142,7 @@ def test_strict_sequences_are_all_that_no_ending_divides(length: int, device: st
     endings = {2, 6, 7, 13, 18}
     for step in range(20):
         buffer.add(obs=[step], action=[0], reward=[0.0], terminated=[step in endings], truncated=[False])
-        if step < 8:
+        if step < 8 or step % scale(1, 5):
             continue
         stored = range(step - 7, step + 2 - length)
         whole = {start for start in stored if endings.isdisjoint(range(start, start + length - 1))}

@@ -1,6 +1,6 @@
-"""`write`: stored values of live keys are replaced, the last of a repeated key; -1 is no key.
+"""`write`: stored values of live keys are replaced, of many rows the last of a key; what it takes and refuses.
 
-Random programs write too, see test_programs.py: here stands what they do not say.
+That a key -1 is none, what is drawn then and what neighbours see, random programs hold: `test_programs.py`.
 """
 
 from __future__ import annotations
@@ -12,44 +12,19 @@ import pytest
 import torch
 from devices import device_fixture as device_fixture
 from devices import scale
-from pairs import RowPair, StepPair, live_through
+from pairs import StepPair, live_through
 from transitions import make
 
-from gpu_replay import Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Field, ReplayBuffer
 
 pytestmark = pytest.mark.contract
 FIELDS = {"hidden": Field((3,), torch.float32), "note": Field((), torch.bfloat16), "flag": Field((), torch.bool)}
 
 
-def filled(device: str, rows: int = 12, capacity: int = 10, **settings: Any) -> ReplayBuffer:
-    buffer = ReplayBuffer(capacity, FIELDS, device=device, **settings)
-    number = torch.arange(rows)
+def filled(device: str) -> ReplayBuffer:
+    buffer, number = ReplayBuffer(10, FIELDS, device=device), torch.arange(12)
     buffer.add(hidden=number[:, None].expand(-1, 3).float(), note=number.bfloat16(), flag=number % 2 == 0)
     return buffer
-
-
-def test_live_keys_are_written_and_others_counted(device: str) -> None:
-    buffer = filled(device)
-    # 0 and 1 are overwritten, 12 is to come
-    keys = torch.tensor([11, 5, 1, 5, -1, 12, 2, -2])
-    hidden = torch.arange(24.0).view(8, 3) + 100
-    buffer.write(keys.to(buffer.device), hidden=hidden.to(buffer.device), note=torch.arange(8) + 50)
-    read = buffer[[2, 5, 11, 3]]
-    assert read.hidden.tolist() == [hidden[row].tolist() for row in (6, 3, 0)] + [[3.0] * 3]
-    assert read.note.tolist() == [56, 53, 50, 3]
-    assert read.flag.tolist() == [True, False, False, False]
-    assert buffer.stats().stale_updates == 3
-    assert (len(buffer), buffer.added) == (10, 12)
-
-
-@pytest.mark.parametrize("sampler", [Uniform(), Proportional(), RankBased()], ids=repr)
-def test_what_is_drawn_stays_and_is_seen_with_its_new_values(sampler: Any, device: str) -> None:
-    one, other = filled(device, sampler=sampler), filled(device, sampler=sampler)
-    one.write(one.keys(), flag=[True] * 10)
-    batch, expected = one.sample(6), other.sample(6)
-    assert batch.key.tolist() == expected.key.tolist()
-    assert batch.flag.all()
-    assert torch.equal(batch.hidden, expected.hidden)
 
 
 # within a program, several programs, keys found by a launch of their own, and several launches of those
@@ -69,18 +44,6 @@ def test_of_many_rows_the_last_of_a_key_counts(count: int, device: str) -> None:
     assert buffer.stats().stale_updates == int(((keys < 200) | (keys >= 600)).sum())
 
 
-def test_a_new_observation_is_seen_by_its_neighbours(device: str) -> None:
-    fields = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
-    buffer = TrajectoryReplayBuffer(10, 1, fields, stack=2, device=device)
-    for step in range(5):
-        buffer.add(obs=[step], action=[step], reward=[0.0], terminated=[False], truncated=[False])
-    buffer.write(torch.tensor([2]), obs=torch.tensor([-7]))
-    batch = buffer[[1, 2, 3]]
-    assert batch.obs.tolist() == [[0, 1], [1, -7], [-7, 3]]
-    assert batch.next_obs.tolist() == [[1, -7], [-7, 3], [3, 4]]
-    assert batch.action.tolist() == [1, 2, 3]
-
-
 def test_nested_names_conversions_and_files(device: str, tmp_path: Any) -> None:
     fields = {"obs": {"image": Field((2,), torch.uint8, scale=0.5), "x": Field((), torch.float64)}}
     place = {"storage_path": tmp_path} if device == "cpu" else {"storage_device": "cpu"}
@@ -91,12 +54,6 @@ def test_nested_names_conversions_and_files(device: str, tmp_path: Any) -> None:
     buffer.write(0, **{"obs.x": np.float32([2.5])})
     assert buffer[[0, 1, 2]]["obs.image"].tolist() == [[0, 0], [0.5, 1], [1.5, 2]]
     assert buffer[[0, 1, 2]]["obs.x"].tolist() == [2.5, 0, 0]
-
-
-def test_nothing_is_written_of_no_keys(device: str) -> None:
-    buffer = filled(device)
-    buffer.write([], flag=torch.zeros(0, dtype=torch.bool))
-    assert buffer[buffer.keys()].flag.tolist() == [key % 2 == 0 for key in range(2, 12)]
 
 
 REFUSED = {
@@ -126,14 +83,3 @@ def test_results_of_steps_are_no_fields(name: str, device: str) -> None:
     pair = live_through(StepPair(12, 2, device=device), 4)
     with pytest.raises(KeyError, match=f"unknown '{name}'; it takes obs, action, note"):
         pair.buffer.write([0], **{name: [0.0]})
-
-
-def test_no_key_is_ignored_by_updates(device: str) -> None:
-    pair = RowPair(6, Proportional(alpha=1.0, eps=0.0), device=device)
-    pair.add(8)
-    pair.update([-1, 7, -1, 3, 0], [5.0, 2.0, 4.0, 0.5, 1.0])
-    pair.check_all()
-    assert pair.buffer.stats().stale_updates == 1
-    uniform = filled(device)
-    uniform.update_priorities([-1, 0, -1], [1.0, 1.0, 1.0])
-    assert uniform.stats().stale_updates == 1

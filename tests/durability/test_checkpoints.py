@@ -263,7 +263,8 @@ def test_saves_and_samples_while_the_interpreter_ends(tmp_path: Path) -> None:
         from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
 
         torch.set_num_threads(4)
-        buffer = ReplayBuffer(64, {{"x": Field((65_536,), torch.uint8)}}, device="cpu")
+        ring = {str(tmp_path / "ring")!r}
+        buffer = ReplayBuffer(64, {{"x": Field((65_536,), torch.uint8)}}, device="cpu", storage_path=ring)
         buffer.add(x=torch.ones(64, 65_536, dtype=torch.uint8))
 
         def late():
@@ -275,6 +276,8 @@ def test_saves_and_samples_while_the_interpreter_ends(tmp_path: Path) -> None:
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["64", "3000.0"]
+    # the file of the fields is gone with the process
+    assert list((tmp_path / "ring").iterdir()) == []
 
 
 def test_two_savers_of_one_path_are_kept_apart(tmp_path: Path) -> None:

@@ -645,7 +645,7 @@ class TestDevice:
         monkeypatch.setattr(device_trajectory, "_TOGETHER", 2 * ENVS)
         first = used(kind, name)
         for number, (each, call) in enumerate(calls_of(first).items()):
-            if full or each in ("add over the seam", "add an ending", "write"):
+            if full or each in ("add over the seam", "add an ending", "write", "extend"):
                 every = 23 if each == "extend" else 1 if full and "add" in each else 9 + number
                 check_launches(lambda: new(kind, name), first, each, call, every)
 

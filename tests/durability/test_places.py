@@ -10,8 +10,6 @@ import pickle  # noqa: TID251 - what users pickle
 import random
 import resource
 import shlex
-import signal
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from children import in_a_child, memory_of
+from children import in_a_child, memory_of, waiting
 from devices import INTERPRETED, host_only
 from fake_cuda import FakeCuda
 from places import check_equal, given, live, make, pinned_on_the_cpu
@@ -412,28 +410,17 @@ def test_a_folder_that_cannot_be_is_an_error_that_says_what_to_do(name: str, tmp
     assert {path.name for path in tmp_path.iterdir()} == {"file", "locked"}
 
 
-PROGRAM = """
-import sys, torch
-from gpu_replay import Field, ReplayBuffer
-buffer = ReplayBuffer(100, {"x": Field((100,), torch.float32)}, device="cpu", storage_path=sys.argv[1])
-buffer.add(x=torch.ones(100, 100))
-print("added", flush=True)
-sys.stdin.read()
-"""
-
-
+# how one ends by itself: `test_checkpoints.py`
 @of_a_file
 @host_only
-@pytest.mark.parametrize("end", ["kill", "exit"])
-def test_a_process_leaves_nothing_however_it_ends(end: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"added\n"
+def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    def used() -> Any:
+        buffer = make("exact", storage_path=tmp_path)
+        buffer.add(**given(buffer))
+        return buffer
+
+    with waiting(used):
         assert list(tmp_path.iterdir()) == []
-        if end == "kill":
-            process.kill()
-    assert process.returncode == (-signal.SIGKILL if end == "kill" else 0)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from checkpoints import edit, pieces_of, spoiled
 from devices import device_fixture as device_fixture
-from devices import thinned
+from devices import scale, thinned
 from golden import MADE
 from pairs import FIELDS as SCRIPTED
 from pairs import StepPair, live_through, numbered
@@ -72,12 +72,12 @@ def test_state_moves_between_cpu_and_cuda(sampler: Any, kind: str) -> None:
 
 
 def test_state_is_a_copy_and_loading_it_again_repeats_everything(device: str) -> None:
-    buffer = used("same_step", 2, sampler=ANNEALED, device=device)
+    buffer = used("same_step", scale(2, 1), sampler=ANNEALED, device=device)
     state = buffer.state_dict()
     assert {type(leaf) for leaf in leaves(state)} <= {torch.Tensor, int, float, str, bool, type(None)}
-    once = list(live(buffer, 2))
+    once = list(live(buffer, scale(2, 1)))
     buffer.load_state_dict(state)
-    for found, expected in zip(live(buffer, 2), once, strict=True):
+    for found, expected in zip(live(buffer, scale(2, 1)), once, strict=True):
         check_equal(found, expected)
 
 
@@ -88,7 +88,7 @@ def test_state_is_a_copy_and_loading_it_again_repeats_everything(device: str) ->
 def test_a_buffer_from_disk_keeps_every_setting(kind: str, device: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     settings: dict[str, Any] = {"sampler": EVERY_SETTING, "device": device, "seed": 2**63 + 5}
-    buffer = MADE["proportional"]() if kind == "nested" else used(kind, 3, **settings)
+    buffer = MADE["proportional"]() if kind == "nested" else used(kind, scale(3, 1), **settings)
     buffer.save(tmp_path / "checkpoint")
     loaded = type(buffer).load(tmp_path / "checkpoint", device=buffer.device)
     assert (dict(loaded.fields), repr(loaded)) == (dict(buffer.fields), repr(buffer))
@@ -118,7 +118,7 @@ def test_a_load_after_which_environments_were_reset_begins_episodes(begins: bool
 @thinned("name, kind", SAMPLERS, ["transitions", "same_step"])
 def test_a_buffer_of_any_sampler_goes_on_from_disk(name: str, kind: str, device: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    buffer = used(kind, 3, sampler=SAMPLERS[name], device=device)
+    buffer = used(kind, scale(3, 1), sampler=SAMPLERS[name], device=device)
     buffer.save(tmp_path / "checkpoint")
     loaded = type(buffer).load(tmp_path / "checkpoint", device=buffer.device)
     assert loaded.sampler == SAMPLERS[name]

@@ -40,15 +40,18 @@ def scale(host: Amount, interpreted: Amount) -> Amount:
     return interpreted if INTERPRETED else host
 
 
-def thinned(names: str, *axes: Iterable[Any], times: int = 1) -> pytest.MarkDecorator:
-    """The product of some values; all are slow but for so few that each value occurs at least `times` times."""
+def thinned(names: str, *axes: Iterable[Any], times: int = 1, every: int = 1) -> pytest.MarkDecorator:
+    """The product of some values; all are slow but for so few that each value occurs at least `times` times.
+
+    every: of the longest axis only every so many values need occur.
+    """
     columns = [list(axis) for axis in axes]
     longest = max(map(len, columns))
     # a diagonal for each time, so that a value has other partners
     kept = {
         tuple((place + lap * column) % len(axis) for column, axis in enumerate(columns))
         for lap in range(times)
-        for place in range(longest)
+        for place in range(0, longest, every)
     }
     places = itertools.product(*(range(len(axis)) for axis in columns))
     return pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 @pytest.fixture(name="collector_off")
 def collector_off_fixture() -> Iterator[None]:
     """No cycles are looked for during the test."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -57,12 +58,27 @@ def serve(rank: int, size: int, store: str, backend: str, connection: Connection
     os._exit(0)
 
 
+def forkserver() -> Any:
+    """Where processes begin with what is imported once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def command(folder: str, *arguments: str) -> None:
+    """`gpu-replay` as one rank of a launch, in a folder that then names its process."""
+    from gpu_replay.cli import main
+
+    os.chdir(folder)
+    Path(f"rank {os.environ['RANK']}").write_text(str(os.getpid()))
+    sys.exit(main([*arguments]))
+
+
 class Ranks:
     """The processes."""
 
     def __init__(self, size: int, store: Path, backend: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = forkserver()
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(size):

@@ -177,7 +177,7 @@ PRIORITIES_OF = [(keys, (error, RuntimeError), f"{words}|no priorities") for key
 PRIORITIES_OF += [(-1, (KeyError, RuntimeError), "key -1 is not live|no priorities")]
 PRIORITIES: list[tuple[Any, Any, str]] = [
     *alike(ValueError, "(?i:priorit)", ONES[:1], torch.ones(3), ONES[None], torch.ones(())),
-    (torch.ones(2, 5), ValueError, "(?i:priorit).*reduce over time"),
+    (torch.ones(2, 5), ValueError, r"(?i:priorit).*reduce over time.*amax\(1\)"),
     *alike(LOSSY, "(?i:priorit)", ONES.cfloat(), [np.ma.masked, 1.0]),
 ]
 PATHS = [*alike(TypeError, "must be the path of a folder or file; found", None, 3, b"c"), ("", ValueError, "is empty")]

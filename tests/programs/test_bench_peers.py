@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_records import ENVIRONMENT, Capture, Patch
+from bench_records import ENVIRONMENT, Capture, Patch, quicker
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -167,6 +167,7 @@ def test_a_plain_prioritized_ring_draws_by_priority_and_weighs_what_it_draws() -
 
 
 def test_on_a_gpu_all_are_launched_and_this_package_alone_is_captured(monkeypatch: Patch) -> None:
+    quicker(monkeypatch)
     rings = ("torch_ring", "torch_prioritized_ring")
     for name in rings:
         monkeypatch.setitem(PEERS, name, PEERS[name]._replace(devices=("cpu",)))

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,8 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from ranks import ranks_of  # noqa: E402
-from training_runs import ROOT, read_rows, summary, wait_for  # noqa: E402
+from ranks import command, forkserver, ranks_of  # noqa: E402
+from training_runs import ROOT, read_rows, summary  # noqa: E402
 
 from gpu_replay import Field, TrajectoryReplayBuffer  # noqa: E402
 from gpu_replay.cli import main  # noqa: E402
@@ -180,18 +182,21 @@ def test_torchrun_trains_one_run_on_two_ranks_and_any_number_goes_on(tmp_path: P
 
 
 def test_a_run_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path: Path) -> None:
-    """In a folder of its own choice; the rank is killed after the first checkpoint."""
-    catch = ["catch", "--device", "cpu", "--steps", "5000", "--eval-episodes", "4", "--log-every", "500"]
-    process = torchrun(tmp_path, *catch, "--checkpoint-every", "0.2")
-    try:
-        wait_for(process, lambda: any(tmp_path.glob("runs/*/checkpoint/*/state/manifest.json")))
-        found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
-        os.kill(int(found.stdout.split()[-1]), signal.SIGKILL)
-        said, _ = process.communicate(timeout=900)
-    finally:
-        process.kill()
-    assert process.returncode == 0, said
-    assert "exitcode: -9" in said
+    """In a folder of its own choice; the rank is killed after the first checkpoint. The agent is that of torchrun."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    catch = ["train", "catch", "--device", "cpu", "--steps", "5000", "--eval-episodes", "4", "--log-every", "500"]
+    config = LaunchConfig(1, 1, 2, run_id="one", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=3)
+    config.start_method, config.monitor_interval = forkserver().get_start_method(), 0.1
+    with ThreadPoolExecutor(1) as agent:
+        run = agent.submit(elastic_launch(config, command), str(tmp_path), *catch, "--checkpoint-every", "0.2")
+        while not any(map(latest, tmp_path.glob("runs/*/checkpoint"))):
+            assert not run.done(), run.result()
+            time.sleep(0.02)
+        killed = (tmp_path / "rank 1").read_text()
+        os.kill(int(killed), signal.SIGKILL)
+        assert run.result() == {0: None, 1: None}
+    assert (tmp_path / "rank 1").read_text() != killed
     (folder,) = tmp_path.glob("runs/*")
     told, steps = summary(folder), [row["step"] for row in read_rows(folder)]
     assert steps == sorted(set(steps))

@@ -60,7 +60,7 @@ def test_every_python_block_is_run() -> None:
     # the others: a program of several ranks, and the two that the tests below run with what their readers have
     texts = ((ROOT / page).read_text() for page in PAGES)
     blocks = [code for text in texts for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
-    assert len(examples()) >= 10
+    assert (len(examples()) >= 10, len(CHANGES) >= 9) == (True, True)
     assert len(blocks) - len(examples()) == 3
     for code in blocks:
         ast.parse(code)
@@ -74,7 +74,6 @@ def test_the_recipes_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     import gymnasium
 
-    page = (ROOT / "docs" / "coming-from.md").read_text()
     envs = gymnasium.make_vec("CartPole-v1", 2)
     obs, _ = envs.reset(seed=0)
     after, rewards, terminations, *_ = envs.step(np.array([0, 1]))
@@ -84,36 +83,28 @@ def test_the_recipes_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     names["terminations"] = terminations
     names["td_target"] = lambda reward, obs, terminated: reward + 0.99 * (obs @ table.T).amax(1) * ~terminated
     names["q_values"] = lambda obs, action: (obs @ table.T).gather(1, action[:, None])[:, 0]
-    exec(block(page, "python", "## CleanRL"), names)
+    exec(block(COMING_FROM, "python", "## CleanRL"), names)
     assert names["loss"] > 0
     assert names["rb"].stats().max_priority != 1.0
     from test_integrations_minari import small_dataset
 
     names["dataset"] = small_dataset()
-    exec(block(page, "python", "## Minari"), names)
+    exec(block(COMING_FROM, "python", "## Minari"), names)
     assert names["offline"].stats().eligible == 12
 
 
-CHANGES = [
-    "Stable-Baselines3",
-    "FastTD3 and holosoma",
-    "FlashSAC",
-    "skrl",
-    "TorchRL",
-    "LeanRL",
-    "cpprb",
-    "TD-MPC2",
-    "Dreamer",
-]
+# sections of the page that change the lines of a program
+COMING_FROM = (ROOT / "docs" / "coming-from.md").read_text()
+CHANGES = re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff$", COMING_FROM, re.DOTALL | re.MULTILINE)
 # what a program has that a change needs, where it is not installed by default
 NEEDS = {"Stable-Baselines3": "stable_baselines3", "skrl": "skrl", "FastTD3 and holosoma": "tensordict"}
-NEEDS |= dict.fromkeys(("TorchRL", "LeanRL"), "tensordict")
+NEEDS |= dict.fromkeys(("TorchRL", "LeanRL and TorchRL's plain buffer"), "tensordict")
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_changes_run(name: str) -> None:
     made = pytest.importorskip(NEEDS[name]) if name in NEEDS else None
-    lines = block((ROOT / "docs" / "coming-from.md").read_text(), "diff", f"## {name}").splitlines()
+    lines = block(COMING_FROM, "diff", f"## {name}\n").splitlines()
     code = "\n".join(line[1:] for line in lines if line[:1] in ("", " ", "+"))
     names: dict[str, Any] = {"obs": np.zeros((40, 4), np.float32), "next_obs": np.ones((40, 4), np.float32)}
     names |= {"action": np.zeros(40, np.int64), "reward": np.ones(40, np.float32), "terminated": np.zeros(40, bool)}
@@ -121,20 +112,11 @@ def test_the_changes_run(name: str) -> None:
     if made is not None and NEEDS[name] == "tensordict":
         names["collected"] = made.TensorDict({"reward": torch.rand(40)}, [40])
         seen = {"observations": torch.rand(64, 3), "critic_observations": torch.rand(64, 5)}
-        after = {
-            **seen,
-            "rewards": torch.rand(64),
-            "dones": torch.zeros(64).long(),
-            "truncations": torch.zeros(64).long(),
-        }
+        after = seen | {"rewards": torch.rand(64)} | dict.fromkeys(("dones", "truncations"), torch.zeros(64).long())
         names["transition"] = made.TensorDict({**seen, "actions": torch.rand(64, 2), "next": after}, [64])
     flags = dict.fromkeys(("terminated", "truncated"), torch.zeros(100, 1, dtype=torch.bool))
-    names["episode"] = {
-        "obs": torch.rand(100, 1, 4),
-        "action": torch.rand(100, 1, 2),
-        "reward": torch.rand(100, 1),
-        **flags,
-    }
+    rows = {"obs": torch.rand(100, 1, 4), "action": torch.rand(100, 1, 2), "reward": torch.rand(100, 1)}
+    names["episode"] = rows | flags
     image = {"obs": torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "action": torch.rand(2, 2), "reward": torch.rand(2)}
     no = torch.zeros(2, dtype=torch.bool)
     names["steps"] = [image | dict.fromkeys(("terminated", "truncated", "is_first"), no)] * 80
