@@ -346,8 +346,12 @@ def test_estimate_counts_frames_stacks_and_what_the_trainer_takes(arguments: str
         assert int(first[1].replace(",", "")) == pytest.approx(frames.nbytes, rel=1e-3)  # type: ignore[index]
         assert out.index("stored once") < out.index("stacks stored in obs and next_obs") < out.index("  obs ")
         assert f"the buffer alone takes {found['total']:,} bytes" in out
-        text = r"`gpu-replay train pong --capacity 20000` would take ([\d,]+) bytes: ([\d,]+) for its buffer"
+        assert out.startswith("20,000 transitions, pong, obs 84x84:uint8, stacks of 4, sampler proportional, on cpu\n")
+        text = r"`gpu-replay train pong --capacity 20000 --frame-size 84 --frame-stack 4` would take ([\d,]+) bytes: "
+        text += r"([\d,]+) for its buffer"
         whole, buffer = (int(text.replace(",", "")) for text in re.search(text, out).groups())  # type: ignore[union-attr]
+        assert main(["estimate", "--device", "cpu", "--capacity", "20_000", "--env", "pong", "--stack", "4"]) == 0
+        assert "with its own frames of 42x42 (--frame-size 84 for those above): " in capsys.readouterr().out
         # and networks
         assert 141_120_000 < buffer < 150_000_000
         assert 1_000_000 < whole - buffer < 100_000_000
