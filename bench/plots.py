@@ -13,6 +13,8 @@ from .operations import KERNELS, OURS, short
 from .peers import PEERS
 from .records import Record
 
+# suite, operation and batch of the plot that has one panel
+IN_SHORT = ("peers", "cycle", 256)
 _INK, _FAINT = "0.15", "0.85"
 # the first is this package's
 _COLORS = (*PALETTE[1:], GREY)
@@ -36,6 +38,10 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
             chosen = [record for record in group if record.operation == operation]
             if len({(record.capacity, record.batch) for record in chosen}) > 1:
                 files.append(_sizes(chosen, place / f"{operation}.png"))
+            # the picture of README.md
+            shown = [record for record in chosen if (record.suite, record.operation, record.batch) == IN_SHORT]
+            if len({record.capacity for record in shown}) > 1:
+                files.append(_sizes(shown, place / f"{operation}-{IN_SHORT[2]}.png"))
     return files
 
 
@@ -58,12 +64,12 @@ def _panels(records: Sequence[Record]) -> list[_Panel]:
     slots, batches = (Counter(size(record) for record in records) for size in (_SLOTS, _BATCH))
     if records[0].suite == "scale":
         slot, batch = slots.most_common(1)[0][0], batches.most_common(1)[0][0]
-        over = _Panel([r for r in records if r.batch == batch], _SLOTS, f"slots, N; B = {batch:,}")
-        return [over, _Panel([r for r in records if r.capacity == slot], _BATCH, f"batch, B; N = {short(slot)}")]
+        over = _Panel([r for r in records if r.batch == batch], _SLOTS, f"capacity, N; B = {batch:,}")
+        return [over, _Panel([r for r in records if r.capacity == slot], _BATCH, f"batch size, B; N = {short(slot)}")]
     if len(slots) == 1:
-        return [_Panel(list(records), _BATCH, "batch, B")]
+        return [_Panel(list(records), _BATCH, "batch size, B")]
     each = [(batch, [r for r in records if r.batch == batch]) for batch in sorted(batches)]
-    return [_Panel(some, _SLOTS, "slots, N", f"B = {batch:,}" if len(each) > 1 else "") for batch, some in each]
+    return [_Panel(some, _SLOTS, "capacity, N", f"B = {batch:,}" if len(each) > 1 else "") for batch, some in each]
 
 
 def _sizes(records: Sequence[Record], file: Path) -> Path:
@@ -71,7 +77,8 @@ def _sizes(records: Sequence[Record], file: Path) -> Path:
     operation, shown, held = records[0].operation, _panels(records), records[0].unit == "bytes"
     names = sorted(dict.fromkeys(record.implementation for record in records), key=lambda name: name != OURS)
     width = 6.4 if len(shown) == 1 else max(8.4, 2.2 + 2.7 * len(shown))
-    figure, ((*axes,),) = panels(1, len(shown), width, 4.6, sharey=True, sharex=shown[0].size is shown[-1].size)
+    alike = shown[0].size is shown[-1].size
+    figure, ((*axes,),) = panels(1, len(shown), width, 4.2, sharey=True, sharex=alike)
     for axis, panel in zip(axes, shown, strict=True):
         for name in names:
             found = sorted((r for r in panel.records if r.implementation == name), key=panel.size)
@@ -79,10 +86,16 @@ def _sizes(records: Sequence[Record], file: Path) -> Path:
             _curve(axis, found, panel.size, names.index(name), held)
         axis.set_xlabel(panel.label)
         axis.set_title(panel.title, fontsize=9, color=_INK)
-        _axes(axis, map(panel.size, panel.records), linear=held)
-    axes[0].set_ylabel("resident bytes over those of the fields" if held else "time of a call, µs")
-    about = KERNELS[operation].about if operation in KERNELS else f"add {records[0].added}, sample B, update B"
+        _axes(axis, map(panel.size, records if alike else panel.records), linear=held)
+    timed = "cycle" if operation in ("cycle", "frame-cycle") else "call"
+    axes[0].set_ylabel("resident bytes over those of the fields" if held else f"time of one {timed}, µs")
+    rows = f"{records[0].batch:,}" if len({record.batch for record in records}) == 1 else "B"
+    what = "steps of Atari" if operation == "frame-cycle" else "transitions"
+    cycle = f"add {records[0].added} {what}, sample {rows}, update {rows} priorities"
+    about = KERNELS[operation].about if operation in KERNELS else cycle
     about = "a full buffer of transitions" if held else "B rows" if records[0].suite == "scale" else about
+    if len(shown) == 1 and not held:
+        _label_ends(axes[0])
     return _finish(figure, f"{operation}: {about}", records, file)
 
 
@@ -91,12 +104,28 @@ def _curve(axis: Any, records: Sequence[Record], size: Callable[[Record], int], 
     if not records:
         return
     name, color, marker = records[0].implementation, _COLORS[place % len(_COLORS)], _MARKERS[place % len(_MARKERS)]
-    look = {"marker": marker, "markersize": 4, "linewidth": 1.4, "color": color}
-    look["label"] = f"{name} (uniform)" if name in PEERS and PEERS[name].uniform else name
+    uniform = name in PEERS and PEERS[name].uniform
+    color = GREY if uniform else color
+    look = {"marker": marker, "markersize": 4, "linewidth": 2.2 if name == OURS else 1.4, "color": color}
+    look["label"] = f"{name}, no priorities" if uniform else name
     x = [size(record) for record in records]
     low, middle, high = ([r.quantiles[q] / (r.bytes if held else 1) for r in records] for q in ("p10", "p50", "p90"))
     axis.plot(x, middle, "-" if name == OURS else "--", **look)
     axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def _label_ends(axis: Any) -> None:
+    """Name each line at its right end, with its last value; names keep a distance from each other."""
+    lines = sorted(axis.get_lines(), key=lambda line: float(line.get_ydata()[-1]))
+    axis.figure.draw_without_rendering()
+    last = float("-inf")
+    for line in lines:
+        x, y = (float(values[-1]) for values in line.get_data())
+        _, at = axis.transData.transform((x, y))
+        last = max(at, last + 0.19 * axis.figure.dpi)
+        text, offset = f"{line.get_label()}: {y:,.0f} µs", (10, (last - at) * 72 / axis.figure.dpi)
+        look = {"color": line.get_color(), "fontsize": 9, "va": "center", "annotation_clip": False}
+        axis.annotate(text, (x, y), offset, textcoords="offset points", **look)
 
 
 def _axes(axis: Any, sizes: Iterable[int] = (), *, linear: bool = False) -> None:
@@ -109,6 +138,8 @@ def _axes(axis: Any, sizes: Iterable[int] = (), *, linear: bool = False) -> None
     axis.set_xscale("log")
     axis.minorticks_off()
     ticks = sorted(set(sizes))
+    # of two that are close, the larger: their labels would overlap
+    ticks = [size for size, after in zip(ticks, [*ticks[1:], float("inf")], strict=True) if after > 2.5 * size]
     if ticks:
         axis.set_xticks(ticks, [short(size) for size in ticks])
     if not linear:
@@ -124,16 +155,20 @@ def _axes(axis: Any, sizes: Iterable[int] = (), *, linear: bool = False) -> None
 
 
 def _finish(figure: Any, title: str, records: Sequence[Record], file: Path) -> Path:
-    """Title, machine, and one legend below the panels."""
+    """Title, machine, and one legend below the panels, unless the lines of the only one are named there."""
     environment = records[0].environment
     machine = environment.cpu if environment.device == "cpu" else environment.device
     trial = ", QUICK RUN" if any(record.quick for record in records) else ""
-    clock = {"host": "host's clock", "events": "CUDA events", "graph": "replayed graphs"}[records[0].timing]
-    figure.suptitle(f"{title}\n{machine}, {environment.date[:10]}, {clock}{trial}", fontsize=9, color=_INK)
+    threads = f"{environment.threads} thread{'s' * (environment.threads > 1)}"
+    clock = {"host": threads, "events": "by CUDA events", "graph": "in replayed CUDA graphs"}[records[0].timing]
+    read = "median, band from p10 to p90; lower is better"
+    place = f"{machine}, {clock}, {environment.date[:10]}{trial}"
+    figure.suptitle(f"{title}\n{read}\n{place}", fontsize=9, color=_INK)
     # each name once, whichever panels it is in
     found = {label: each for axis in figure.axes for each, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    columns = min(3, len(found))
-    figure.legend(
-        list(found.values()), list(found), loc="outside lower center", ncols=columns, fontsize=8, frameon=False
-    )
+    if not figure.axes[0].texts:
+        columns = min(3, len(found))
+        figure.legend(
+            list(found.values()), list(found), loc="outside lower center", ncols=columns, fontsize=8, frameon=False
+        )
     return save(figure, file)

@@ -79,14 +79,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module, summary in (
         ("train", train, "train an agent: pong, CartPole-v1, catch, ..."),
-        ("play", play, "a video of a trained agent, as GIF or MP4"),
+        ("play", play, "record a video of a trained agent, as GIF or MP4"),
         ("study", study, "compare kinds of replay on three small environments"),
-        ("study cliffwalk", cliffwalk, "the Blind Cliffwalk of the paper on prioritized replay"),
+        ("study cliffwalk", cliffwalk, "repeat the Blind Cliffwalk of the paper on prioritized replay"),
         ("bench", None, "measure add, sample and update_priorities, and record the figures"),
-        ("estimate", estimate, "bytes of a buffer before it is made"),
-        ("soak", None, "random use, damage and kills for some minutes, compared with the tests' oracles"),
-        ("inspect", inspect, "what a checkpoint of a buffer holds, as one picture"),
-        ("info", info, "versions, devices, and which code would run"),
+        ("estimate", estimate, "estimate the memory of a buffer before it is made"),
+        ("soak", None, "test buffers with random calls, damaged files and kills for some minutes"),
+        ("inspect", inspect, "summarize and plot a saved buffer"),
+        ("info", info, "show versions, devices, and which code runs on each"),
     ):
         if module is None:
             # these have their own parsers; the entries only serve --help

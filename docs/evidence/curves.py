@@ -4,7 +4,7 @@
 
 A run is a folder of `gpu-replay train`, one of RL Baselines3 Zoo, or a file of `dqn_atari.py` (seconds, steps, return
 of each episode). A line is the median of a group's runs, whose number is in brackets; its band reaches from the lowest
-to the highest. A run that has ended keeps its last value.
+to the highest. A run that has ended keeps its last value. The title begins with the first word of FILE.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from gpu_replay.console.figures import PALETTE, panels, save
+from gpu_replay.console.figures import GREY, PALETTE, panels, save
 from gpu_replay.console.markdown import table
 
 # episodes of a mean, as `gpu-replay train pong` reports it
 WINDOW = 30
+# one for each group
+COLORS = (*PALETTE, GREY, "#882255", "#999933", "#332288")
 
 
 class Run(NamedTuple):
@@ -65,12 +67,12 @@ def main(output: str, *groups: str) -> None:
     figure, ((*axes,),) = panels(1, 2, 10.0, 4.4, sharey=True)
     rows = []
     for place, (name, _, pattern) in enumerate(group.partition("=") for group in groups):
-        color, line = PALETTE[place % len(PALETTE)], ("-", "--")[place // len(PALETTE)]
+        color = COLORS[place]
         runs = [read(Path(path)) for path in sorted(glob.glob(pattern))]
         for axis, column, scale in zip(axes, ("step", "minutes"), (1e6, 1), strict=True):
             ends = np.linspace(0, max(run.curve[column].max() for run in runs), 300)
             found = np.array([np.interp(ends, run.curve[column], run.curve["return"]) for run in runs])
-            axis.plot(ends / scale, np.median(found, axis=0), line, color=color, label=f"{name} ({len(runs)})")
+            axis.plot(ends / scale, np.median(found, axis=0), color=color, label=f"{name} ({len(runs)})")
             axis.fill_between(ends / scale, found.min(axis=0), found.max(axis=0), color=color, alpha=0.15, linewidth=0)
         solved = [run.curve.iloc[-1] for run in runs if run.solved]
         steps, minutes = ([float(end[column]) for end in solved] for column in ("step", "minutes"))
@@ -79,6 +81,8 @@ def main(output: str, *groups: str) -> None:
         rows.append([name, f"{len(solved)} of {len(runs)}", *cells])
     axes[0].set(xlabel="steps, millions", ylabel=f"mean return of the last {WINDOW} episodes")
     axes[1].set(xlabel="minutes")
+    about = "median of the runs, whose number is in brackets, and band from the lowest to the highest"
+    figure.suptitle(f"{Path(output).stem.partition('-')[0].capitalize()}: {about}", fontsize=10)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     save(figure, Path(output))
     print(table(["", "solved", "thousand steps", "minutes", "last mean return"], rows))

@@ -34,6 +34,8 @@ _SHOWN, _GROUPS, _WIDTH = 12, 60, 84
 # tensors of one number a row
 _OF_ROWS = ("masses", "marks", "times_sampled")
 _SHOWN_SETTINGS = ("num_envs", "stack", "n_step", "gamma", "autoreset")
+# of the files, by which `inspect` knows them
+TITLE = "contents of a gpu_replay buffer"
 _GREY, _BLUE, _RED = "#8A8A8A", "#0072B2", "#D55E00"
 
 
@@ -230,7 +232,7 @@ def draw(report: BufferReport, path: str | os.PathLike[str]) -> None:
     text.text(-0.1, 1.05, "\n".join(lines), va="top", family="monospace", fontsize=7)
     _draw_priorities(figure.add_subplot(grid[0, 1]), report)
     share = report.probability * report.drawable
-    _draw_by_age(figure.add_subplot(grid[1, 0]), share, "chance of a row to be drawn, by age", "1 = uniform draw")
+    _draw_by_age(figure.add_subplot(grid[1, 0]), share, "sampling of a row, by age", "probability relative to uniform")
     _draw_by_age(figure.add_subplot(grid[1, 1]), report.sampled, "draws of a row so far, by age", "draws")
     for row, (title, image) in enumerate(reversed(pictures.items())):
         box = (0.15 / width, (row_height * row + 0.05) / full_height, 1 - 0.3 / width, (row_height - 0.3) / full_height)
@@ -238,7 +240,7 @@ def draw(report: BufferReport, path: str | os.PathLike[str]) -> None:
         axes.imshow(image, cmap="gray" if image.ndim == 2 else None, vmin=0, vmax=255)
         axes.set_title(title, loc="left", fontsize=8)
         axes.axis("off")
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=110, metadata={"Title": TITLE})
 
 
 def _titled(axes: Axes, title: str, across: str, up: str = "") -> None:
@@ -292,8 +294,7 @@ def _pictures(report: BufferReport) -> dict[str, np.ndarray]:
     names = [name for name, field in report.fields.items() if _is_image(field)]
     if not names or not len(report.keys):
         return {}
-    size = len(report.keys)
-    chosen = {"random rows": np.random.default_rng(0).choice(size, min(_SHOWN, size), replace=False)}
+    chosen = {"random rows": np.random.default_rng(0).permutation(len(report.keys))[:_SHOWN]}
     # new rows enter with the largest priority; only sampled rows have one that was learned
     drawn = np.flatnonzero((report.probability > 0) & (report.sampled > 0))
     if report.priority is not None and drawn.size:

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a bad command line in one line on standard error and exits with 2; usage is shown by --help only."""
+    """Reports a bad command line in one line on standard error and exits with 2; usage is shown by --help only.
+
+    Flags are written out: a prefix such as --step for --steps is refused.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def parse_known_args(self, *args: Any, **given: Any) -> Any:
+        """Refuse unknown flags here already: a sub-command names itself, where argparse would name the program."""
+        found, unknown = super().parse_known_args(*args, **given)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1)
+            hint = f". Did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")

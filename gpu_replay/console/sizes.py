@@ -105,6 +105,9 @@ def report(
         raise UserError(str(error)) from None
     total = sum(sizes.values())
     kind = "transitions" if options.num_envs is None else f"steps of {options.num_envs} environments together"
+    if stored is not None:
+        observed = [f"{name} {_described(field)}" for name, field in step.items() if _is_observation(name)]
+        kind = f"{kind}, {options.env}, {', '.join(observed)}" + f", stacks of {options.stack}" * (options.stack > 1)
     print(f"{capacity:,} {kind}, sampler {options.sampler}, on {device}")
     if once:
         print(f"each frame stored once, TrajectoryReplayBuffer: {once:,} bytes, {once / capacity:,.1f} per transition")
@@ -143,6 +146,10 @@ def _classic(step: Mapping[str, Field]) -> dict[str, Field]:
     """The five classic fields that `ReplayBuffer.from_spaces` makes, from the fields of a step."""
     after = {f"next_{name}": field for name, field in step.items() if _is_observation(name)}
     return {**step, "reward": Field((), torch.float32), **after, "terminated": Field((), torch.bool)}
+
+
+def _described(field: Field) -> str:
+    return f"{'x'.join(map(str, field.shape))}:{str(field.dtype).removeprefix('torch.')}"
 
 
 def _is_observation(name: str) -> bool:

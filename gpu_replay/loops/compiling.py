@@ -31,7 +31,8 @@ _PATIENCE = 2.0
 
 _inner: set[Callable[..., Any]] = set()
 _lock = threading.Lock()
-_seconds = 0.0
+# that callers have waited for compiled code so far
+waited_seconds = 0.0
 _notified = False
 
 
@@ -174,7 +175,7 @@ def _wait_for(work: Callable[[], None]) -> None:
     Locks are taken in C alone: `threading.Thread` takes some in Python code, where a signal handler that raises would
     leave them held.
     """
-    global _seconds, _notified
+    global waited_seconds, _notified
     errors: list[BaseException] = []
     running = threading.Lock()
     running.acquire()
@@ -189,13 +190,13 @@ def _wait_for(work: Callable[[], None]) -> None:
 
     begin = time.perf_counter()
     _thread.start_new_thread(run, ())
-    ended = running.acquire(timeout=max(0.0, _PATIENCE - _seconds))
+    ended = running.acquire(timeout=max(0.0, _PATIENCE - waited_seconds))
     if not ended and not _notified and sys.stderr.isatty():
         _notified = True
         print("gpu_replay compiles its loops for this machine, once; they are kept for later runs.", file=sys.stderr)
     if not ended:
         running.acquire()
-    _seconds += time.perf_counter() - begin
+    waited_seconds += time.perf_counter() - begin
     if errors:
         raise errors[0]
 

@@ -89,10 +89,13 @@ def _over_episodes(episodes: DataFrame, title: str, columns: dict[str, str], zer
                 _log_if_wide(axes, values, "y")
         row[0].set_ylabel(label)
     for top, bottom, environment in zip(grid[0], grid[-1], environments, strict=True):
-        top.set_title(environment)
+        # each step is rewarded with 1, or costs 1
+        longer = episodes.loc[episodes["environment"] == environment, "return"].mean() > 0
+        better = f": {'longer' if longer else 'shorter'} is better" if "duration" in columns else ""
+        top.set_title(environment + better)
         bottom.set_xlabel("episode")
     _legend(figure, methods, linewidth=2.5)
-    figure.suptitle(f"{title}\n{CURVES}")
+    figure.suptitle(f"{title}\n{_of_seeds(CURVES, episodes)}")
     return figure
 
 
@@ -117,7 +120,8 @@ def _final_returns(points: DataFrame) -> Figure:
         axes.locator_params(axis="x", nbins=5)
     figure.suptitle(
         f"Final performance: last {LAST} episodes of each run\n"
-        f"dots: runs; diamond and bar: mean over seeds and 95% bootstrap interval; dashed: {BASELINE} replay"
+        + _of_seeds("dots: runs; diamond and bar: mean over seeds and 95% bootstrap interval; ", points)
+        + f"dashed: {BASELINE} replay"
     )
     return figure
 
@@ -135,20 +139,32 @@ def _explained(points: DataFrame, found: Sequence[Correlation]) -> Figure:
             _log_if_wide(axes, here[predictor].to_numpy(), "x")
             axes.set_ylim(_widened(*axes.get_ylim()))
             rho = known[environment, predictor].overall
-            bounds = f"  [{rho.low:+.2f}, {rho.high:+.2f}]" if rho.bounded else ""
-            axes.set_title("ρ undefined" if np.isnan(rho.value) else f"ρ = {rho.value:+.2f}{bounds}", fontsize="small")
+            # a correlation of a few points tells nothing
+            told = (
+                f"ρ = {rho.value:+.2f}  [{rho.low:+.2f}, {rho.high:+.2f}]"
+                if rho.bounded
+                else "too few different runs for ρ"
+            )
+            axes.set_title("ρ undefined" if np.isnan(rho.value) else told, fontsize="small")
         row[0].set_ylabel(f"{environment}\nfinal return")
     for axes, label in zip(grid[-1], PREDICTORS.values(), strict=True):
         axes.set_xlabel(label)
     _legend(figure, _names(points, "method"), linestyle="", marker="o", markersize=6)
     title = "Final return of each run over what might explain it"
-    figure.suptitle(f"{title}\nabove each panel: Spearman's ρ over runs, 95% interval")
+    about = "\nabove each panel: Spearman's ρ over runs, 95% interval" if any(e.overall.bounded for e in found) else ""
+    figure.suptitle(title + about)
     return figure
 
 
 def _names(table: DataFrame, column: str) -> list[str]:
     """The environments or methods, in the order of the tables."""
     return list(table[column].cat.categories)
+
+
+def _of_seeds(text: str, runs: DataFrame) -> str:
+    """The text with the number of seeds."""
+    count = runs["seed"].nunique()
+    return text.replace("mean over seeds", f"mean over {count} seed{'s' * (count > 1)}")
 
 
 def _legend(figure: Figure, methods: Sequence[str], **look: Any) -> None:

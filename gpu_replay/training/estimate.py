@@ -27,6 +27,8 @@ from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.registry import CPU, EnvironmentId, identify
 
 DESCRIPTION = __doc__
+# of a frame, unless --frame-size says otherwise
+SIDE = 84
 add_arguments = sizes.add_arguments
 
 
@@ -37,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
             raise UserError("--frame-size is of Atari's frames; with --field name the shape: --field obs=84x84:uint8.")
         return report(options, None, lambda capacity, device: "")
     found = identify(options.env)
-    return report(options, partial(_stored, found, options.frame_size or 84), partial(_of_trainer, found, options))
+    return report(options, partial(_stored, found, options.frame_size or SIDE), partial(_of_trainer, found, options))
 
 
 def _stored(found: EnvironmentId, side: int) -> dict[str, Field]:
@@ -69,8 +71,12 @@ def _of_trainer(found: EnvironmentId, options: argparse.Namespace, capacity: int
     # the target network, gradients and Adam's two moments beside the weights
     learned = 5 * sum(part.nbytes for part in network.parameters())
     shape = "x".join(map(str, spec.observation.shape))
+    flags = "".join(f" --{name.replace('_', '-')} {value}" for name, value in given.items())
+    side, other = options.frame_size or SIDE, ""
+    if found.kind in ("atari", "device-pong") and settings.frame_size != side:
+        other = f", with its own frames of {shape} (--frame-size {side} for those above)"
     return (
-        f"`gpu-replay train {options.env} --capacity {capacity}` would take {buffer + learned:,} bytes: {buffer:,} for "
-        f"its buffer ({envs} environments, {shape}, each frame once, stacks of {spec.stack}), {learned:,} for networks "
-        "and optimizer"
+        f"`gpu-replay train {options.env} --capacity {capacity}{flags}` would take {buffer + learned:,} bytes{other}: "
+        f"{buffer:,} for its buffer ({envs} environments, {shape}, each frame once, stacks of {spec.stack}), "
+        f"{learned:,} for networks and optimizer"
     )

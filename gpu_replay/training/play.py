@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"episode {episode + 1}: return {total:g}, length {length:,}{'' if ended else ', cut off'}")
             video.hold()
     video.write(output)
-    print(f"written to {output}: {len(video.images) / video.fps:.0f} s, {output.stat().st_size / 1e6:.2f} MB")
+    print(f"written to {output}: {len(video.images) / video.fps:.0f} s, {output.stat().st_size / 1e3:,.0f} kB")
     return 0
 
 

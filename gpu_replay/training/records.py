@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -153,6 +154,7 @@ class Recorder:
                     tag = f"replay/{name}" if name in REPLAY_STATS else name
                     self._events.add_scalar(tag, value, int(row["step"]))
         shown = f"return {row['return_mean']:.4g} at ε {row['epsilon']:.2g}, length {row['length_mean']:.4g}, "
+        shown = shown if row["episodes"] else "no episode has ended, "
         self._bar.set_postfix_str(f"{shown}{row['updates_per_second']:.0f} upd/s", refresh=False)
         if time.perf_counter() - self._drawn > CURVE_SECONDS:
             self.draw()
@@ -241,7 +243,7 @@ def _summary_writer(folder: Path, purge_step: int) -> Any:
 
 
 def closing_lines(summary: dict[str, Any], folder: Path) -> str:
-    """The closing lines of a run: evaluation, training return, speed, actors if any, and the output folder."""
+    """The closing lines of a run: its evaluation, return, speed, actors if any and folder, and what to do next."""
     solved = f"solved, the mean return reached {summary['reward_threshold']}"
     reasons = {"steps": "all steps done", "max_seconds": "time is up", "solved": solved}
     reason = reasons.get(summary["stopped_by"], f"interrupted by {summary['stopped_by']}")
@@ -251,13 +253,25 @@ def closing_lines(summary: dict[str, Any], folder: Path) -> str:
     lines = [
         f"{{env}}, {reason}: {quality if summary['eval_episodes'] else 'not evaluated yet'}",
         "training episodes explore: return {train_return_mean:.2f} with {epsilon:.3g} of the actions random"
-        + ", each repeated with probability {persistence:g}" * (summary["persistence"] > 0),
+        + ", each repeated with probability {persistence:g}" * (summary["persistence"] > 0)
+        if summary["episodes"]
+        else "no training episode has ended yet",
         "{steps:,} steps and {updates:,} updates in {wall_seconds:.1f} s: {steps_per_second:,.0f} steps/s, "
-        "{updates_per_second:,.0f} updates/s, replay {replay_share:.1%} of the learning loop",
+        "{updates_per_second:,.0f} updates/s"
+        + ", replay {replay_share:.1%} of the learning loop"
+        * (summary["replay_share"] > 0),
     ]
     if "actors" in summary:
         lines.append(f"{{actors}} actor{'s' * (summary['actors'] > 1)}, {{actor_restarts}} replaced")
-    return "\n".join(lines).format_map(summary) + f"\nwritten to {folder}"
+    run, then = shlex.quote(str(folder)), {}
+    if summary["stopped_by"] not in ("steps", "solved"):
+        then[f"gpu-replay train --resume --output {run}"] = "go on"
+    then[f"gpu-replay play {run}"] = "record a video of its network"
+    if any(folder.glob(f"{CHECKPOINT}/*/replay/manifest.json")):
+        then[f"gpu-replay inspect {run}"] = "plot its replay buffer"
+    width = max(map(len, then))
+    told = "\n".join(lines).format_map(summary) + f"\nwritten to {folder}\nnext:"
+    return "\n  ".join([told, *(f"{command:<{width}}  # {why}" for command, why in then.items())])
 
 
 def draw_curve(path: Path, title: str, rows: Sequence[Row], threshold: float | None, settings: Settings) -> None:

@@ -84,6 +84,10 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("--resume needs --output DIR, the directory of the run to continue.")
     if not (options.env or options.source or options.resume):
         raise UserError("the following arguments are required: ENV, such as pong, or --resume --output DIR.")
+    if options.print_settings:
+        plan = continued(options) if options.resume or options.source is not None else new(options)
+        print(f"{plan.environment.name}, seed {plan.seed}, on {plan.device}", *plan.settings.lines(), sep="\n")
+        return 0
     options.output = options.output or _default_output(options)
     if launch() and read_json(options.output / SETTINGS).get("launch") == launch():
         # torchrun started its ranks again with the same command line: go on with their run, or begin it again

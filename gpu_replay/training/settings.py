@@ -101,6 +101,12 @@ class Settings:
         """Updates that share one call of `sample`."""
         return max(1, self.updates) if self.shared_draw else 1
 
+    def lines(self) -> list[str]:
+        """A line for each setting: its flag, its value, and the reason for its default."""
+        found = [(_flag(each.name, getattr(self, each.name)), each) for each in dataclasses.fields(self)]
+        width = max(len(flag) for flag, _ in found)
+        return [f"{flag:<{width}}  {each.metadata['reason']}" for flag, each in found]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a JSON file."""
         return dataclasses.asdict(self)
@@ -128,6 +134,15 @@ TYPES: dict[str, Any] = get_type_hints(Settings)
 def without_none(kind: Any) -> Any:
     """`bool` of `bool | None`."""
     return next(each for each in get_args(kind) if each is not NoneType) if NoneType in get_args(kind) else kind
+
+
+def _flag(name: str, value: Any) -> str:
+    """A setting as it is given on the command line; auto stands for None, which is given by no flag."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    shown = ",".join(map(str, value)) if isinstance(value, tuple) else "auto" if value is None else value
+    return f"--{flag} {shown}"
 
 
 def _wanted(value: Any, kind: Any, low: float | None, high: float | None) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from gpu_replay import Batch, LinearSchedule, TrajectoryReplayBuffer
+from gpu_replay.console.clock import working_seconds
 from gpu_replay.console.interrupt import Stopped, StopRequest
 from gpu_replay.console.seeds import stream_seed
 from gpu_replay.training.actors import Fleet
@@ -39,7 +40,7 @@ Part = Literal["env", "act", "replay", "learn"]
 
 
 class Stopwatch:
-    """Attributes the time since the last lap to a part of the loop.
+    """Attributes the time since the last lap to a part of the loop; it stands still while Numba compiles.
 
     On the CPU every step is timed. On CUDA one step in 1,024 is: it runs without graphs and synchronises at each lap,
     so that work is attributed to the part that launched it. Such a step loses the overlap between parts.
@@ -78,7 +79,7 @@ class Stopwatch:
     def _now(self) -> float:
         if self._cuda is not None:
             torch.cuda.synchronize(self._cuda)
-        return time.perf_counter()
+        return working_seconds()
 
 
 @dataclass

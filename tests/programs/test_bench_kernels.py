@@ -22,6 +22,7 @@ from gpu_replay.bench.kernels import inputs, makers
 from gpu_replay.bench.main import Work
 from gpu_replay.bench.measure import Plan, Run
 from gpu_replay.bench.operations import KERNELS, OPERATIONS, OURS, Case
+from gpu_replay.bench.peers import PEERS
 from gpu_replay.bench.records import DeviceLost, Record
 from gpu_replay.bench.subjects import EPS
 from gpu_replay.console.progress import Progress
@@ -187,12 +188,15 @@ def test_plots_are_made_of_records_alone(tmp_path: Path) -> None:
     found = [record(f"draw/{size}", 9.0, name, suite="kernels") for size in sizes for name in (OURS, "other")]
     # of one size each
     found += [record("empty", suite="kernels", bytes=0), record("add/N=10k/B=8"), record("add/N=1M/B=8")]
+    # over N at several B, and once more at one B
+    cycles = ["N=10k/B=256", "N=1M/B=256", "N=1M/B=32"]
+    found += [record(f"cycle/{size}", 9.0, name, suite="peers") for size in cycles for name in (OURS, *PEERS)]
     file = tmp_path / "made.jsonl"
     records.write(file, found)
     assert commands.main(["plot", str(file)]) == 0
-    (picture,) = (tmp_path / "made").iterdir()
-    assert picture.name == "draw.png"
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    pictures = sorted((tmp_path / "made").iterdir())
+    assert [picture.name for picture in pictures] == ["cycle-256.png", "cycle.png", "draw.png"]
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
 @gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -72,11 +73,15 @@ for command in {list(SAID)}:
 # what is refused with one line on standard error: a command, and parts of the line after =>
 REFUSED = """
 fly => invalid choice: 'fly'
+info --foo => gpu-replay info: unrecognized arguments: --foo
+train catch --step 100 => gpu-replay train: unrecognized arguments: --step 100. Did you mean --steps?
+bench cpu --qui => gpu-replay bench cpu: unrecognized arguments: --qui. Did you mean --quick?
 bench nonsense => invalid choice
 bench cpu --only B=7 => matches no case
 bench kernels --device cpu --timing graph => --timing graph needs a GPU
 soak --minutes 1 => needs the tests/ of a checkout
 inspect {here} => neither a checkpoint of a buffer nor a run
+inspect {here}/saved => saved.png is there, and no picture of a buffer
 inspect {done} --output a.jpeg2 => .png, .pdf, .svg
 train => required: ENV | --resume
 train catch --steps many => --steps: must be a whole number | 1e6 | 'many'
@@ -153,6 +158,8 @@ def test_bad_input_is_one_line_and_exit_2_and_leaves_nothing(
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "other").mkdir()
     save_file({"weight": torch.zeros(2)}, tmp_path / "other" / "network.safetensors")
+    ReplayBuffer(1, {"x": Field((), torch.bool)}, device="cpu").save(tmp_path / "saved")
+    (tmp_path / "saved.png").write_text("mine")
     if command.startswith("train") and "--output" not in command and "--resume" not in command:
         command += " --output {here}/runs/new"
     files = {path: path.stat().st_mtime_ns for folder in (catch_run, tmp_path) for path in folder.rglob("*")}
@@ -165,6 +172,24 @@ def test_bad_input_is_one_line_and_exit_2_and_leaves_nothing(
     assert captured.err.startswith("gpu-replay")
     assert [part for part in said.split(" | ") if part not in captured.err] == []
     assert {path: path.stat().st_mtime_ns for folder in (catch_run, tmp_path) for path in folder.rglob("*")} == files
+
+
+def test_print_settings_lists_the_flags_of_a_run_and_writes_nothing(
+    catch_run: Path, capsys: Capture, monkeypatch: Patch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command, steps in (
+        ("train catch --print-settings --steps 70", 70),
+        (f"train --from {catch_run} --print-settings --steps 9e9 --device cpu", 9 * 10**9),
+    ):
+        assert main([*command.split(), "--device", "cpu"]) == 0
+        first, *lines = capsys.readouterr().out.splitlines()
+        given = shlex.split(" ".join(line.partition("  ")[0] for line in lines if " auto " not in line))
+        assert (first[:5], f"--steps {steps}" in " ".join(given)) == ("catch", True)
+        # they can be given as they are printed
+        assert main(["train", "catch", "--print-settings", "--device", "cpu", *given]) == 0
+        assert capsys.readouterr().out.splitlines()[1:] == lines
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", ["train catch --actors 2", "play {done} --output video.mp4"])
@@ -321,8 +346,12 @@ def test_estimate_counts_frames_stacks_and_what_the_trainer_takes(arguments: str
         assert int(first[1].replace(",", "")) == pytest.approx(frames.nbytes, rel=1e-3)  # type: ignore[index]
         assert out.index("stored once") < out.index("stacks stored in obs and next_obs") < out.index("  obs ")
         assert f"the buffer alone takes {found['total']:,} bytes" in out
-        text = r"`gpu-replay train pong --capacity 20000` would take ([\d,]+) bytes: ([\d,]+) for its buffer"
+        assert out.startswith("20,000 transitions, pong, obs 84x84:uint8, stacks of 4, sampler proportional, on cpu\n")
+        text = r"`gpu-replay train pong --capacity 20000 --frame-size 84 --frame-stack 4` would take ([\d,]+) bytes: "
+        text += r"([\d,]+) for its buffer"
         whole, buffer = (int(text.replace(",", "")) for text in re.search(text, out).groups())  # type: ignore[union-attr]
+        assert main(["estimate", "--device", "cpu", "--capacity", "20_000", "--env", "pong", "--stack", "4"]) == 0
+        assert "with its own frames of 42x42 (--frame-size 84 for those above): " in capsys.readouterr().out
         # and networks
         assert 141_120_000 < buffer < 150_000_000
         assert 1_000_000 < whole - buffer < 100_000_000

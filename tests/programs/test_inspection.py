@@ -97,7 +97,10 @@ def test_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["inspect", str(tmp_path / "run")]) == 0
     out = capsys.readouterr().out
     assert "TrajectoryReplayBuffer: 60 of 60 rows, 90 added" in out
-    for name in ("buffer.png", "run.png"):
+    # of a checkpoint beside it, and again over the first
+    buffer.save(tmp_path / "saved")
+    assert main(["inspect", str(tmp_path / "saved")]) == main(["inspect", str(tmp_path / "saved")]) == 0
+    for name in ("buffer.png", "run/buffer.png", "saved.png"):
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     ReplayBuffer(5, {"x": Field((), torch.float32)}, device="cpu").plot(tmp_path / "empty.svg")
     assert b"<svg" in (tmp_path / "empty.svg").read_bytes()

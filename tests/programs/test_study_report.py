@@ -24,6 +24,7 @@ from training_runs import wait_for
 
 from gpu_replay.cli import main
 from gpu_replay.console.errors import UserError
+from gpu_replay.console.figures import save
 from gpu_replay.study.analysis import AVERAGED, PAIRS, Correlation, Estimate, correlations, method_share
 from gpu_replay.study.report import verdict, write_report
 from gpu_replay.study.results import StudyFolder, read_study
@@ -139,12 +140,31 @@ def test_reports_of_little_say_so(tmp_path: Path) -> None:
     assert "| mean TD error | positive | – | 12 | – | undefined | – |" in text
 
 
-def test_every_picture_is_shown_and_whole(tmp_path: Path) -> None:
+def test_every_picture_is_shown_and_whole(monkeypatch: Patch, tmp_path: Path) -> None:
     from matplotlib.image import imread
 
+    said: dict[str, str] = {}
+
+    def saving(figure: Any, path: Path) -> Path:
+        said[path.stem] = " ".join([figure.get_suptitle(), *(axes.get_title() for axes in figure.axes)])
+        return save(figure, path)
+
+    monkeypatch.setattr("gpu_replay.study.plots.save", saving)
+    # what has no interval promises none
+    write_report(part_of_it(tmp_path, ["MountainCar-v0"], seeds=1))
+    assert ("MountainCar-v0: shorter is better" in said["durations"], "mean over 1 seed," in said["durations"]) == (
+        True,
+        True,
+    )
+    assert ("ρ undefined" in said["explained"], "interval" in said["explained"]) == (True, False)
     written = write_report(part_of_it(tmp_path, ["CartPole-v1"]))
     assert [path.name for path in written] == [*PICTURES, "report.md"]
     assert not list(tmp_path.glob(".*"))
+    assert ("CartPole-v1: longer is better" in said["durations"], "mean over 2 seeds" in said["durations"]) == (
+        True,
+        True,
+    )
+    assert re.search(r"95% interval ρ = [+-]0\.\d\d  \[", said["explained"])
     for path in written[:-1]:
         assert f"]({path.name})" in written[-1].read_text()
         image = imread(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from training_runs import CPU, Events, make_trainer, read_rows, start, summary, 
 from gpu_replay import Batch, TrajectoryReplayBuffer
 from gpu_replay.cli import main
 from gpu_replay.console.interrupt import StopRequest
+from gpu_replay.loops import compiling
 from gpu_replay.training.checkpoints import latest
 from gpu_replay.training.device_games import Catch
 from gpu_replay.training.evaluation import Evaluator
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.settings import Settings
-from gpu_replay.training.train import beta_schedule
+from gpu_replay.training.train import Stopwatch, beta_schedule
 
 PROMISED_COLUMNS = {
     *("step", "seconds", "episodes", "return_mean", "length_mean", "loss", "td_error", "beta", "epsilon"),
@@ -110,6 +112,38 @@ def test_updates_of_a_step_can_share_a_draw() -> None:
     assert trainer.agent.updates == len(learned) == 3 * samples > 0
     assert trainer.last_row["beta"] == pytest.approx(beta_schedule(trainer.settings)(samples))
     assert {len(keys) for keys in learned} == {trainer.settings.batch_size}
+
+
+def test_compiling_counts_for_no_part_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Stopwatch(CPU)
+    watch.begin()
+    time.sleep(0.02)
+    watch.lap("env")
+    time.sleep(0.2)
+    monkeypatch.setattr(compiling, "waited_seconds", compiling.waited_seconds + 0.2)
+    watch.lap("replay")
+    assert 0 <= watch.seconds["replay"] < 0.1
+    assert watch.seconds["env"] >= 0.02
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_ends_with_what_to_do_next_and_says_no_nan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    short, flags = tmp_path / "a run", ["train", "catch", "--device", "cpu", "--eval-episodes", "4", "--output"]
+    assert main([*flags, str(short), "--steps", "100"]) == 0
+    out, bar = capsys.readouterr()
+    assert ("no training episode has ended yet" in out, "no episode has ended" in bar, "nan" in out + bar) == (
+        True,
+        True,
+        False,
+    )
+    assert out.endswith(
+        f"next:\n  gpu-replay play '{short}'     # record a video of its network\n"
+        f"  gpu-replay inspect '{short}'  # plot its replay buffer\n"
+    )
+    assert main([*flags, str(tmp_path / "cut"), "--max-seconds", "0.1", "--no-checkpoint-replay"]) == 0
+    *_, resume, play = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
+    assert resume.startswith(f"gpu-replay train --resume --output {tmp_path / 'cut'} #")
+    assert play.startswith(f"gpu-replay play {tmp_path / 'cut'} #")
 
 
 @pytest.mark.gpu
