@@ -282,12 +282,6 @@ class Section(NamedTuple):
         return record.suite == self.command.split()[0] and self.needs(record)
 
 
-# the rows of the table in README.md
-_IN_SHORT = ("cycle/N=100k/B=256", *(f"cycle/N=1M/B={batch}" for batch in (32, 256, 4096)))
-_IN_SHORT += (*(f"frame-cycle/N=20k/B={batch}" for batch in (32, 256, 4096)), "step-add/N=100k/B=1")
-_IN_SHORT += ("frame-cycle/N=102400/B=256", "frame-cycle/N=102400/B=4096")
-
-
 def _in_short_of_gpu(record: Record) -> bool:
     """Rows of the table in README.md, and what tells the floor of its cold calls."""
     shown = record.case.endswith("M/B=256") or _tells_floor(record)
@@ -310,7 +304,6 @@ SECTIONS: dict[str, Section] = {
 }
 # texts that are not of one suite, made of all records
 _OTHERS: dict[str, Callable[[Records], str]] = {
-    "peers-in-short": lambda records: section("peers", [each for each in records if each.case in _IN_SHORT]),
     "gpu-in-short": lambda records: section("kernels", [each for each in records if _in_short_of_gpu(each)]),
     "pong": lambda records: runs_section(run_folders()),
 }

@@ -1,8 +1,7 @@
-"""Adds to the site what lies outside docs/: pages beside the code, their pictures, and the links between them.
+"""Adds to the site what lies outside docs/: pages beside the code, the files that pages link to, and these links.
 
-Links are written as file paths, so that they also work in a checkout. On the site, a link to a page leads to that page
-of the site, a linked picture is copied, and a link to any other file leads to the repository. A link to a file that
-does not exist is an error.
+Links are written as file paths, so that they also work in a checkout. On the site a link to a page leads to that page,
+any other linked file is copied, and of a link to a folder the text stays. A link to what does not exist is an error.
 """
 
 from __future__ import annotations
@@ -26,37 +25,36 @@ PAGES = {
     "bench/README.md": "measurements.md",
     "bench/RESULTS.md": "results.md",
     "bench/LOG.md": "log.md",
+    "bench/results/study-tuned/report.md": "study.md",
     "bench/results/study/cliffwalk.md": "cliffwalk.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-LINK = re.compile(r"\]\((?!\w+://|#)([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[([^][]*)\]\((?!\w+://|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, name in PAGES.items():
         files.append(File.generated(config, name, abs_src_path=str(ROOT / source)))
-        for target, _ in LINK.findall((ROOT / source).read_text()):
+    for source in [*PAGES, *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]:
+        for _, target, _ in LINK.findall((ROOT / source).read_text()):
             path = resolved(source, target)
-            picture = f"pictures/{path}"
-            if is_picture(path) and files.get_file_from_path(picture) is None:
-                files.append(File.generated(config, picture, abs_src_path=str(ROOT / path)))
+            copied = not is_page(path) and (ROOT / path).is_file()
+            if copied and files.get_file_from_path(f"files/{path}") is None:
+                files.append(File.generated(config, f"files/{path}", abs_src_path=str(ROOT / path)))
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     name = page.file.src_uri
     source = next((path for path, given in PAGES.items() if given == name), f"docs/{name}")
 
     def on_site(match: re.Match[str]) -> str:
-        path, anchor = resolved(source, match[1]), match[2] or ""
-        if path in PAGES or (path.startswith("docs/") and path.endswith(".md")):
-            place = PAGES.get(path, path.removeprefix("docs/"))
-        elif is_picture(path):
-            place = f"pictures/{path}"
-        else:
-            return f"]({config.repo_url}/blob/main/{path}{anchor})"
-        return f"]({posixpath.relpath(place, posixpath.dirname(name) or '.')}{anchor})"
+        path, anchor = resolved(source, match[2]), match[3] or ""
+        if (ROOT / path).is_dir():
+            return match[1]
+        place = PAGES.get(path, path.removeprefix("docs/")) if is_page(path) else f"files/{path}"
+        return f"[{match[1]}]({posixpath.relpath(place, posixpath.dirname(name) or '.')}{anchor})"
 
     return LINK.sub(on_site, markdown)
 
@@ -72,5 +70,5 @@ def resolved(source: str, target: str) -> str:
     return path
 
 
-def is_picture(path: str) -> bool:
-    return path.endswith((".png", ".gif", ".svg"))
+def is_page(path: str) -> bool:
+    return path in PAGES or (path.startswith("docs/") and path.endswith(".md"))

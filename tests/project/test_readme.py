@@ -21,7 +21,7 @@ import gpu_replay
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
-MOST_WORDS = {"README.md": 1700, "gpu_replay/README.md": 1800, "CONTRIBUTING.md": 450}
+MOST_WORDS = {"README.md": 1500, "gpu_replay/README.md": 1800, "CONTRIBUTING.md": 450}
 DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 PAGES = [*MOST_WORDS, "CHANGELOG.md", "bench/README.md", "bench/RESULTS.md", "bench/LOG.md"]
 PAGES += ["gpu_replay/integrations/README.md", *DOCS]
@@ -136,20 +136,17 @@ def test_the_commands_name_extras_and_files_that_there_are() -> None:
     assert commands[1].endswith(".venv/bin/python -m pytest -n 2")
 
 
-def test_versions_and_addresses_agree() -> None:
+def test_versions_agree() -> None:
     for name, written in (("torch", "PyTorch"), ("numpy", "NumPy")):
         (minimum,) = re.findall(rf'"{name}>=([\d.]+)"', PYPROJECT)
         assert re.search(rf"{written}\s+{re.escape(minimum)}\b", README)
     (python,) = re.findall(r'requires-python = ">=([\d.]+)"', PYPROJECT)
     assert f"Python {python} or newer" in README
-    citation, site = (ROOT / "CITATION.cff").read_text(), (ROOT / "mkdocs.yml").read_text()
     version = gpu_replay.__version__
     assert f'version = "{version}"' in PYPROJECT
-    assert f"\nversion: {version}\n" in citation
-    assert f"\n## {version} (" in (ROOT / "CHANGELOG.md").read_text()
-    (repository,) = re.findall(r'^Repository = "(.*)"', PYPROJECT, re.MULTILINE)
-    assert f'repository-code: "{repository}"' in citation
-    assert f"repo_url: {repository}\n" in site
+    citation, changes = (ROOT / "CITATION.cff").read_text(), (ROOT / "CHANGELOG.md").read_text()
+    (released,) = re.findall(rf"\nversion: {version}\ndate-released: (.*)\n", citation)
+    assert f"\n## {version} ({released})\n" in changes
 
 
 def test_pong_is_won_as_fast_as_the_readme_says() -> None:
