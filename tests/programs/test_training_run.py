@@ -16,8 +16,8 @@ from training_runs import CPU, Events, make_trainer, read_rows, start, summary, 
 
 from gpu_replay import Batch, TrajectoryReplayBuffer
 from gpu_replay.cli import main
+from gpu_replay.console import clock
 from gpu_replay.console.interrupt import StopRequest
-from gpu_replay.loops import compiling
 from gpu_replay.training.checkpoints import latest
 from gpu_replay.training.device_games import Catch
 from gpu_replay.training.evaluation import Evaluator
@@ -120,7 +120,7 @@ def test_compiling_counts_for_no_part_of_the_loop(monkeypatch: pytest.MonkeyPatc
     time.sleep(0.02)
     watch.lap("env")
     time.sleep(0.2)
-    monkeypatch.setattr(compiling, "waited_seconds", compiling.waited_seconds + 0.2)
+    monkeypatch.setattr(clock.compiling, "waited_seconds", clock.compiling.waited_seconds + 0.2)
     watch.lap("replay")
     assert 0 <= watch.seconds["replay"] < 0.1
     assert watch.seconds["env"] >= 0.02
