@@ -30,7 +30,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 # seconds of each part: those of a round, in the order in which they run, and those on request
 ROUND = {"contact": 100, "host": 45, "records": 310, "peers": 260, "tests": 130}
-PARTS = ROUND | {"pong": 400, "all-tests": 420, "memcheck": 120, "all-contact": 200}
+PARTS = ROUND | {"pong": 180, "all-tests": 420, "memcheck": 120, "all-contact": 200}
 # the exit status of a suite that lost the device, and how often it is then restarted for the missing cases
 LOST, AGAIN = 3, 3
 NO_LAUNCH = 3
@@ -125,9 +125,9 @@ class Round:
 
     def pong(self, seconds: float) -> Iterator[Step]:
         """Two games, the second one by ALE if it is installed."""
-        yield self._train("device-pong", 0.175 * seconds, 15, "--steps", "168")
+        yield self._train("device-pong", 0.2 * seconds, 15, "--steps", "168")
         if find_spec("ale_py"):
-            yield self._train("pong", 0.825 * seconds, 30, "--n-step", "3", "--warmup", "40", "--steps", "104")
+            yield self._train("pong", 0.8 * seconds, 30, "--n-step", "3", "--warmup", "40", "--steps", "104")
 
     def tests(self, seconds: float) -> Iterator[Step]:
         """Tests marked gpu that only a GPU can show."""
