@@ -1,14 +1,17 @@
-"""Examples: each runs for a moment as its head says; actors that are killed; what R2D2 adds and reaches."""
+"""Examples: each runs for a moment as its head says; a door and its key; killed actors; what R2D2 adds and reaches."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from devices import host_only
@@ -37,6 +40,43 @@ def test_an_example_runs(name: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert re.search(said, done.stdout), done.stdout
+
+
+def test_a_door_opens_for_who_has_the_key_and_the_goal_alone_is_rewarded() -> None:
+    pytest.importorskip("gymnasium")
+    from gymnasium.utils.env_checker import check_env
+
+    from gpu_replay.examples.key_door import KeyDoor
+
+    environment = KeyDoor()
+    check_env(environment, skip_render_check=True)
+    down, up, right, left = range(4)
+
+    def walk(*moves: int) -> tuple[int, float, bool]:
+        obs, _ = environment.reset()
+        reward, terminated = 0.0, False
+        for move in moves:
+            assert (reward, terminated) == (0, False)
+            obs, reward, terminated, _, _ = environment.step(np.int64(move))
+        return int(obs.argmax()), reward, terminated
+
+    # to the place before the door without the key, and against it
+    assert walk(right, *[down] * 7, right, right, right, right) == (7 * 8 + 3, 0, False)
+    assert walk(*[down] * 7, *[right] * 7, *[up] * 6) == (64 + 8 + 7, 0, False)
+    assert walk(*[down] * 8, left, *[right] * 7, *[up] * 7) == (64 + 7, 1, True)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_key_and_the_door_are_trained_on_with_the_flags_of_train(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    from gpu_replay.examples import key_door
+
+    assert (
+        key_door.main(["--steps", "1500", "--sampler", "uniform", "--device", "cpu", "--output", str(tmp_path / "run")])
+        == 0
+    )
+    settings = json.loads((tmp_path / "run" / "settings.json").read_text())
+    assert (settings["n_step"], settings["sampler"], settings["steps"]) == (3, "uniform", 1500)
 
 
 @pytest.mark.slow
