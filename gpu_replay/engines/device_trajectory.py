@@ -104,11 +104,7 @@ class TrajectoryDeviceEngine:
             return gather
 
         # by what is asked for, and whether a schedule gives beta
-        self._samples, self._sequences, self._relabeled = (
-            per_arguments(make_sample),
-            per_arguments(make_sequences),
-            per_arguments(make_relabeled),
-        )
+        self._samples, self._sequences = per_arguments(make_sample), per_arguments(make_sequences)
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
