@@ -70,16 +70,6 @@ class TrajectoryHostEngine:
             tensors = streams.flags, streams.depth, streams.episode_length, streams.clipped_length, streams.final
             self._choose = partial(choose_goals.compiled(), *[each.numpy() for each in tensors], shape.num_envs)
 
-    def on_clear(self) -> None:
-        """Reset host state after `clear`: there is none."""
-
-    def count_added(self, rows: int) -> None:
-        """Count what a replayed graph added; there are none on a CPU."""
-
-    def rebuild(self, seed: int) -> None:
-        """Take over a restored state and draw from this seed."""
-        self.sampling.reseed(seed)
-
     # add
 
     def add_step(
@@ -167,11 +157,11 @@ class TrajectoryHostEngine:
 
     def _rewrite(self, tensors: dict[str, Tensor], slots: np.ndarray, count: int, relabel: Hindsight) -> None:
         """Give `count` rows of a batch in (B,) slots other goals."""
-        storage, achieved = self._storage, relabel.achieved_field
+        storage, achieved, desired = self._storage, relabel.achieved_field, relabel.desired_field
         chosen = self._goals_of(slots, count, relabel.strategy)
         raw = as_torch(gather_rows(as_numpy(storage.tensors[achieved]), chosen.slots.numpy()), storage.fields[achieved])
-        goals = gather_goals(chosen, raw, storage.finals.get(achieved), storage.fields[relabel.desired_field])
-        shown = put_goals(tensors, chosen, goals, relabel, self._shape.stack)
+        goals = gather_goals(chosen, raw, storage.finals.get(achieved), storage.fields[desired])
+        shown = put_goals(tensors, chosen, goals, achieved, desired, self._shape.stack)
         relabel.rewrite(tensors, shown, storage.singles, storage.gamma)
 
     def sample_sequences(self, batch: int, steps: tuple[int, bool, int], beta: float | None) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ Andrychowicz et al. 2017, "Hindsight Experience Replay".
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,22 +56,6 @@ class RelabelInput(NamedTuple):
     desired: Tensor
 
 
-class RelabelSettings(Protocol):
-    """Settings of relabelling, implemented by `Hindsight`."""
-
-    @property
-    def strategy(self) -> Strategy:
-        """Where goals come from."""
-
-    @property
-    def achieved_field(self) -> str:
-        """The field of achieved goals."""
-
-    @property
-    def desired_field(self) -> str:
-        """The field of desired goals."""
-
-
 def goal_words(count: int, strategy: Strategy) -> int:
     """Random words, in addition to those of a permutation, that `count` goals take."""
     return 0 if strategy == "final" else count
@@ -95,15 +79,18 @@ def gather_goals(chosen: GoalRows, raw: Tensor, pool: Tensor | None, field: Fiel
 
 
 def put_goals(
-    tensors: dict[str, Tensor], chosen: GoalRows, goals: Tensor, relabel: RelabelSettings, stack: int
+    tensors: dict[str, Tensor], chosen: GoalRows, goals: Tensor, achieved: str, desired: str, stack: int
 ) -> RelabelInput:
-    """Write new goals, (K, *goal) as sampled, into K rows of a batch in place: into all `stack` frames of a row."""
-    rows, known, desired = chosen.rows, chosen.known, relabel.desired_field
+    """Write new goals, (K, *goal) as sampled, into K rows of a batch in place: into all `stack` frames of a row.
+
+    achieved, desired: the fields of goals.
+    """
+    rows, known = chosen.rows, chosen.known
     wide = goals if stack == 1 else goals.unsqueeze(1).expand(-1, stack, *goals.shape[1:])
     for name in (desired, f"next_{desired}"):
         masked_put(tensors[name], rows, known, wide)
     # rows that keep their goal are shown with it
-    stacks = (tensors[name].index_select(0, rows) for name in (f"next_{relabel.achieved_field}", desired))
+    stacks = (tensors[name].index_select(0, rows) for name in (f"next_{achieved}", desired))
     return RelabelInput(rows, known, *(each if stack == 1 else each[:, -1].contiguous() for each in stacks))
 
 
