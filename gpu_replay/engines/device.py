@@ -95,9 +95,10 @@ class DeviceEngine:
             new_keys, add = self._adds(rows, None if given is None else given.dtype)
             keys = new_keys()
             sampling.changed()
-            sampling.interrupted = not sampling.order.captures
+            earlier, sampling.interrupted = sampling.interrupted, not sampling.order.captures
             add(moved, given, keys, ready)
-            sampling.count_launched(rows)
+            sampling.count_added(rows)
+            sampling.interrupted = earlier
         return keys
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:

@@ -133,19 +133,14 @@ class DeviceSampler:
         return self.order.capturing()
 
     def count_added(self, rows: int) -> None:
-        """Count the rows of a replay, or of an `add` that was launched."""
-        self.added += rows
-        self.overwritten += min(rows, max(0, self.added - self.state.slots))
-
-    def count_launched(self, rows: int) -> None:
-        """Count the rows of an `add`; if it is captured those who replay it count them, or nobody does."""
+        """Count the rows of an `add` or a replay; those of an `add` that is captured whoever replays it, or nobody."""
         if not self.order.captures:
-            self.count_added(rows)
+            self.added += rows
+            self.overwritten += min(rows, max(0, self.added - self.state.slots))
         elif self.order.recorded is not None:
             self.order.recorded.rows += rows
         else:
             self.host_count_stale = True
-        self.interrupted = False
 
     def moved(self, value: Tensor) -> Tensor:
         """The value on the device, without gaps, and out of pinned memory before its owner can change it."""

@@ -129,9 +129,10 @@ class TrajectoryDeviceEngine:
             keys = self._new_keys()
             step = self._steps(None if given is None else given.dtype, final_rows is not None)
             sampling.changed()
-            sampling.interrupted = not sampling.order.captures
+            earlier, sampling.interrupted = sampling.interrupted, not sampling.order.captures
             step(moved, final_rows, ended, cut, given, keys, ready)
-            sampling.count_launched(self._shape.num_envs)
+            sampling.count_added(self._shape.num_envs)
+            sampling.interrupted = earlier
         return keys
 
     def extend(
