@@ -22,11 +22,10 @@ from gpu_replay.ops.draw import (
     REDRAWS,
     DrawRange,
     draw_by_mass,
-    independent_ranks,
     permuted_ranks,
     slots_in,
     slots_of,
-    stratified_targets,
+    targets_in,
     weights_of,
 )
 from gpu_replay.ops.mass import MassRule, OrderRule, Rule
@@ -352,7 +351,7 @@ class Uniform(BaseSampler):
 
     def places(self, total: int, rows: int, random: HostWords) -> np.ndarray:
         if self.replacement:
-            return independent_ranks(total, random.doubles(rows))
+            return targets_in(total, random.doubles(rows), stratified=False)
         return permuted_ranks(total, rows, random.words(PERMUTATION_WORDS))
 
     def draw(self, host: HostState, rows: int, beta: float | None, skipped: int, fits: Fits = None) -> HostDraw:
@@ -368,7 +367,7 @@ class Uniform(BaseSampler):
 
     def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
         total, slots_at = self._drawable(host, skipped, by_key=False)
-        places = independent_ranks(total, doubles_of(host, count, again))
+        places = targets_in(total, doubles_of(host, count, again), stratified=False)
         return Rows(slots_at(places), np.ones(places.size), total, 1)
 
     def _everything(self, host: HostState) -> tuple[np.ndarray, np.ndarray]:
@@ -404,8 +403,7 @@ class _Prioritized(BaseSampler):
         _put(self, stratified=check_bool(f"{owner} stratified", self.stratified))
 
     def places(self, total: int, rows: int, random: HostWords) -> np.ndarray:
-        place: Callable[[int, np.ndarray], np.ndarray] = stratified_targets if self.stratified else independent_ranks
-        return place(total, random.doubles(rows))
+        return targets_in(total, random.doubles(rows), stratified=self.stratified)
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,13 @@ from gpu_replay.base import inspection
 from gpu_replay.base.state import StatefulBuffer
 from gpu_replay.batch import Batch
 from gpu_replay.engines.storage import check_live
-from gpu_replay.fields import Field, flattened
+from gpu_replay.fields import flattened
 from gpu_replay.graphs.cuda_graph import WARM_UPS
 from gpu_replay.graphs.custom_ops import BatchKind
 from gpu_replay.graphs.learning_step import Learn, LearningStep
 from gpu_replay.graphs.stream_order import Recorded
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.samplers import Sampler
 from gpu_replay.stats import Distribution, Stats
 
 
@@ -68,21 +67,6 @@ class Buffer(StatefulBuffer):
     def storage_path(self) -> Path | None:
         """The folder of the file that holds the fields; None where they are in memory."""
         return self._placement.path
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        """The fields by name, as a copy."""
-        return dict(self._fields)
-
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler's settings."""
-        return self._sampler
-
-    @property
-    def seed(self) -> int:
-        """The seed of its draws."""
-        return self._seed
 
     @property
     def nbytes(self) -> int:
@@ -401,4 +385,4 @@ class Buffer(StatefulBuffer):
             if batch is not None:
                 self._check_enough(batch)
             yield
-            self._engine.count_added(recorded.rows)
+            self._sampling.count_added(recorded.rows)

@@ -43,7 +43,30 @@ if TYPE_CHECKING:
     Engine: TypeAlias = HostEngine | DeviceEngine | TrajectoryHostEngine | TrajectoryDeviceEngine
 
 
-class StatefulBuffer(ABC):
+class SharedSettings:
+    """What all buffers, those of many ranks too, answer of their settings."""
+
+    _fields: dict[str, Field]
+    _sampler: Sampler
+    _seed: int
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The fields by name, as a copy."""
+        return dict(self._fields)
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler's settings."""
+        return self._sampler
+
+    @property
+    def seed(self) -> int:
+        """The seed of its draws, the same on all ranks."""
+        return self._seed
+
+
+class StatefulBuffer(SharedSettings, ABC):
     """A ring of preallocated tensors with a sampler, an engine that works on them, and their state as a whole."""
 
     # made with a storage and what draws from it
@@ -122,8 +145,9 @@ class StatefulBuffer(ABC):
     def _alone(self) -> Iterator[None]:
         """Exclude all other calls, on host and device, for operations that the engine does not order itself."""
         with self._lock, self._stream_order:
-            # a half-loaded buffer raises here
-            _ = self._engine.sampling
+            if isinstance(self._engine, Refusing):
+                # raises where the buffer is half loaded
+                _ = self._engine.sampling
             yield
 
     def _refuse_calls(self, message: str, *allowed: str) -> None:
@@ -154,7 +178,7 @@ class StatefulBuffer(ABC):
 
     def _is_half_loaded(self) -> bool:
         """Whether an earlier load or clear did not end. Raises RuntimeError where nothing may change the buffer."""
-        _ = self._engine.rebuild
+        _ = self._sampling.rebuild
         return self._engine is not self._made_engine
 
     def _forget_all(self, half_loaded: bool) -> None:
@@ -163,10 +187,10 @@ class StatefulBuffer(ABC):
         if half_loaded:
             # the counts of the host may be wrong, and what is known of the last steps
             self._storage.reset_from(0)
-            self._made_engine.rebuild(self._seed)
+            self._made_engine.sampling.rebuild(self._seed)
         else:
             self._storage.times_sampled.zero_()
-            self._made_engine.on_clear()
+            self._made_engine.sampling.on_clear()
         self._accept_calls()
 
     # saved, loaded and copied
@@ -201,7 +225,7 @@ class StatefulBuffer(ABC):
         written = min(self._made_engine.sampling.span()[1], self._capacity)
         self._storage.reset_from(written)
         self._state.rebuild(written)
-        self._made_engine.rebuild(seed)
+        self._made_engine.sampling.rebuild(seed)
 
     def _buffer_state(self) -> checkpoint_state.BufferState:
         return checkpoint_state.BufferState(

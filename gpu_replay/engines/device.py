@@ -73,18 +73,6 @@ class DeviceEngine:
         # by the number of rows and the dtype of their priorities
         self._adds = per_arguments(make)
 
-    def rebuild(self, seed: int) -> None:
-        """Take over a restored state; the counters hold the seed. Waits for the device."""
-        self.sampling.rebuild()
-
-    def on_clear(self) -> None:
-        """Reset host state after `clear`."""
-        self.sampling.on_clear()
-
-    def count_added(self, rows: int) -> None:
-        """Count the rows of a replay, or of an `add` that runs now."""
-        self.sampling.added += rows
-
     def count_at_least(self, needed: int, skipped: int) -> int:
         """Stored transitions, exact only below `needed`.
 
@@ -107,13 +95,10 @@ class DeviceEngine:
             new_keys, add = self._adds(rows, None if given is None else given.dtype)
             keys = new_keys()
             sampling.changed()
-            sampling.interrupted = not sampling.order.captures
+            earlier, sampling.interrupted = sampling.interrupted, not sampling.order.captures
             add(moved, given, keys, ready)
-            if sampling.order.captures:
-                sampling.note_captured(rows)
-            else:
-                self.count_added(rows)
-            sampling.interrupted = False
+            sampling.count_added(rows)
+            sampling.interrupted = earlier
         return keys
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:

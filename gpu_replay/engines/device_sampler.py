@@ -63,6 +63,8 @@ class DeviceSampler:
         self._known_flaws = 0
         # the smallest live key, until the ring overwrites it, and the next key, but for adds that others replay
         self.first = self.added = 0
+        # of a trajectory buffer: eligible starts when their number was last read, and rows overwritten since
+        self.eligible = self.overwritten = 0
         if base.prioritized and not base.summed:
             self._ranks = DeviceRanks(state.slots, base.alpha, self.counters)
         if state.tree is not None:
@@ -90,8 +92,8 @@ class DeviceSampler:
         parts = [part.nbytes for part in (self.masses, self._ranks) if part is not None]
         return sum(parts) + sum(tensor.nbytes for tensor in self._scratch.values())
 
-    def rebuild(self) -> None:
-        """Take over a restored state, whose counters hold the seed. Waits for the device."""
+    def rebuild(self, seed: int) -> None:
+        """Take over a restored state; the counters hold the seed. Waits for the device."""
         self.changed()
         self._known_flaws = self.counters.tolist()[Counter.FLAWED]
         self.look()
@@ -100,11 +102,15 @@ class DeviceSampler:
         """Reset host state after `clear`."""
         self.changed()
         self.first = self.added
+        self.eligible = self.overwritten = 0
 
     def look(self) -> None:
-        """Read the span of live keys, which includes adds replayed elsewhere. Waits for the device."""
+        """Read the span of live keys, which includes adds replayed elsewhere. Waits for the device.
+
+        How many starts are eligible is read by the next call that asks.
+        """
         self.first, self.added = self.span()
-        self.interrupted = False
+        self.interrupted, self.eligible, self.overwritten = False, 0, 0
 
     def counts(self) -> list[int]:
         """The counters, whose flawed endings may be warned of; waits for the device."""
@@ -126,9 +132,12 @@ class DeviceSampler:
         """Whether the calls of this moment go into a graph instead of to the device."""
         return self.order.capturing()
 
-    def note_captured(self, rows: int) -> None:
-        """Note the rows of an `add` that is captured: those who replay it count them, or nobody does."""
-        if self.order.recorded is not None:
+    def count_added(self, rows: int) -> None:
+        """Count the rows of an `add` or a replay; those of an `add` that is captured whoever replays it, or nobody."""
+        if not self.order.captures:
+            self.added += rows
+            self.overwritten += min(rows, max(0, self.added - self.state.slots))
+        elif self.order.recorded is not None:
             self.order.recorded.rows += rows
         else:
             self.host_count_stale = True

@@ -54,8 +54,6 @@ class TrajectoryDeviceEngine:
         self._shape = storage.streams.shape
         sampling.warn = partial(warn_of_flaw, self._shape)
         powers = torch.from_numpy(powers_of(storage.gamma, self._shape.n_step)).to(sampling.device)
-        # eligible starts when their number was last read, and steps overwritten since
-        self._eligible = self._overwritten = 0
         # none of these refers to this object: a buffer that nobody holds gives its memory back at once
         streams, stores, fields, counters = storage.streams, storage.tensors, storage.fields, sampling.counters
         self._new_keys = allocator((self._shape.num_envs,), torch.int64, sampling.device)
@@ -85,45 +83,27 @@ class TrajectoryDeviceEngine:
             return sample(skipped=(rule.length - 1) * num_envs)
 
         def make_relabeled(batch: int, relabel: Hindsight, count: int, end: Finish) -> Gather:
-            achieved, before = relabel.achieved_field, end.blocks - goal_blocks(count, relabel.strategy)
+            achieved, desired = relabel.achieved_field, relabel.desired_field
             windows = make_gather_windows(storage, batch, powers, counters, shifted=shifted)
+            before = end.blocks - goal_blocks(count, relabel.strategy)
             choose = make_choose_goals(streams, batch, counters, count, relabel.strategy, before)
             # as they are stored
             raw = {achieved: Field(fields[achieved].shape, fields[achieved].dtype)}
             rows = make_gather({achieved: stores[achieved]}, raw, count, counters)
             finish = make_gather({}, {}, batch, counters, end)
-            pool, field, stack = storage.finals.get(achieved), fields[relabel.desired_field], streams.shape.stack
+            pool, field, stack = storage.finals.get(achieved), fields[desired], streams.shape.stack
 
             def gather(slots: Tensor, words: tuple[Tensor, ...] = (), *arguments: Any) -> dict[str, Tensor]:
                 tensors, chosen = windows(slots, words), choose(slots)
                 goals = gather_goals(chosen, rows(chosen.slots)[achieved], pool, field)
-                shown = put_goals(tensors, chosen, goals, relabel, stack)
+                shown = put_goals(tensors, chosen, goals, achieved, desired, stack)
                 relabel.rewrite(tensors, shown, storage.singles, storage.gamma)
                 return tensors | finish(slots, words, *arguments)
 
             return gather
 
         # by what is asked for, and whether a schedule gives beta
-        self._samples, self._sequences, self._relabeled = (
-            per_arguments(make_sample),
-            per_arguments(make_sequences),
-            per_arguments(make_relabeled),
-        )
-
-    def rebuild(self, seed: int) -> None:
-        """Take over a restored state; the counters hold the seed. Waits for the device."""
-        self.sampling.rebuild()
-        self._eligible = self._overwritten = 0
-
-    def on_clear(self) -> None:
-        """Reset host state after `clear`."""
-        self._eligible = self._overwritten = 0
-        self.sampling.on_clear()
-
-    def count_added(self, rows: int) -> None:
-        """Count the rows of a replay, whole steps of all environments, or of an `add` that runs now."""
-        self.sampling.added += rows
-        self._overwritten += min(rows, max(0, self.sampling.added - self._shape.slots)) // self._shape.num_envs
+        self._samples, self._sequences = per_arguments(make_sample), per_arguments(make_sequences)
 
     # add
 
@@ -149,13 +129,10 @@ class TrajectoryDeviceEngine:
             keys = self._new_keys()
             step = self._steps(None if given is None else given.dtype, final_rows is not None)
             sampling.changed()
-            sampling.interrupted = not sampling.order.captures
+            earlier, sampling.interrupted = sampling.interrupted, not sampling.order.captures
             step(moved, final_rows, ended, cut, given, keys, ready)
-            if sampling.order.captures:
-                sampling.note_captured(self._shape.num_envs)
-            else:
-                self.count_added(self._shape.num_envs)
-            sampling.interrupted = False
+            sampling.count_added(self._shape.num_envs)
+            sampling.interrupted = earlier
         return keys
 
     def extend(
@@ -209,7 +186,7 @@ class TrajectoryDeviceEngine:
         if sampling.host_count_stale or sampling.interrupted:
             if sampling.capturing():
                 return 0, steps
-            self._look()
+            sampling.look()
         return max(sampling.first // envs, sampling.added // envs - steps), sampling.added // envs
 
     # sample
@@ -223,28 +200,24 @@ class TrajectoryDeviceEngine:
         if self.sampling.capturing():
             return needed
         if self.sampling.interrupted:
-            self._look()
+            self.sampling.look()
         least = self._at_least() - skipped
         if least >= needed:
             return least
         with self.sampling.order:
             counts = self.sampling.counts()
-            self._eligible, self._overwritten = counts[Counter.ELIGIBLE], 0
-            return self._eligible - self._count_newest(counts[Counter.ADDED], skipped)
-
-    def _look(self) -> None:
-        """Read what is stored; how many starts are eligible is read by the next call that asks."""
-        self.sampling.look()
-        self._eligible = self._overwritten = 0
+            self.sampling.eligible, self.sampling.overwritten = counts[Counter.ELIGIBLE], 0
+            return self.sampling.eligible - self._count_newest(counts[Counter.ADDED], skipped)
 
     def _at_least(self) -> int:
         """A lower bound of the eligible starts, without asking the device."""
-        if self.sampling.host_count_stale:
+        sampling, shape = self.sampling, self._shape
+        if sampling.host_count_stale:
             return 0
-        if not self._overwritten:
-            return self._eligible
+        if not sampling.overwritten:
+            return sampling.eligible
         # with k steps overwritten, whatever lost a frame of its stack lies in them and the stack - 1 steps after them
-        return self._eligible - (self._overwritten + self._shape.stack - 1) * self._shape.num_envs
+        return sampling.eligible - sampling.overwritten - (shape.stack - 1) * shape.num_envs
 
     def _count_newest(self, added: int, slots: int) -> int:
         """Eligible starts in the newest `slots` slots; waits for the device."""

@@ -66,16 +66,6 @@ class HostEngine:
         row = np.dtype((stored.dtype, stored.shape[1:]))
         return row if row.itemsize in _NUMBERS else stored.dtype
 
-    def on_clear(self) -> None:
-        """Reset host state after `clear`: there is none."""
-
-    def count_added(self, rows: int) -> None:
-        """Count what a replayed graph added; there are none on a CPU."""
-
-    def rebuild(self, seed: int) -> None:
-        """Take over a restored state and draw from this seed."""
-        self.sampling.reseed(seed)
-
     def append(self, values: dict[str, np.ndarray], rows: int, priorities: np.ndarray | None, ready: bool) -> Tensor:
         """Store `rows` transitions, their values in the order of the fields, and return their (rows,) keys."""
         state, capacity, added = self.sampling.state, self._capacity, self._counters.item(Counter.ADDED)

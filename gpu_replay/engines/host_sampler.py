@@ -48,16 +48,22 @@ class HostSampler:
         rule = state.rule
         self._update_arguments = rule.ordered, rule.limit, self.capacity, state.tracks_eligibility, self.counters, *tree
         self._finish = ring_loops.finish.compiled()
-        self.reseed(seed)
+        self.rebuild(seed)
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes in addition to those of the state."""
         return 0 if self._ranks is None else self._ranks.nbytes
 
-    def reseed(self, seed: int) -> None:
-        """Draw from the stream of this seed, from the counter's position on."""
+    def rebuild(self, seed: int) -> None:
+        """Take over a restored state and draw from the stream of this seed, from the counter's position on."""
         self.random = HostWords(seed)
+
+    def on_clear(self) -> None:
+        """Reset host state after `clear`: there is none."""
+
+    def count_added(self, rows: int) -> None:
+        """Count what a replayed graph added; there are none on a CPU."""
 
     def span(self) -> tuple[int, int]:
         """The smallest live key and the next key."""

@@ -21,7 +21,7 @@ from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import PERMUTATION_WORDS, permuted_ranks
 from gpu_replay.ops.eligibility import Flag, GivenFinals, endings, powers_of
 from gpu_replay.ops.frames import FrameStore, gather_stacks, shift_pictures, shifts_from
-from gpu_replay.ops.hindsight import HostGoals, Strategy, goal_words
+from gpu_replay.ops.hindsight import GoalRows, Strategy, gather_goals, goal_words, put_goals
 from gpu_replay.ops.ring import as_numpy, as_torch, convert, gather_rows, parts_of, put
 from gpu_replay.ops.steps import NONE_KEPT, HostSteps
 from gpu_replay.ops.windows import HostWindows, SequenceRule, Windows
@@ -65,22 +65,10 @@ class TrajectoryHostEngine:
         self._stacked = [(name, FrameStore.of(each, self._pools.get(name)), field) for name, each, field in seen]
         self._outputs = BatchMemory()
         self._ahead = storage.read_ahead()
-        streams = storage.streams
-        self._goal_arguments = [
-            each.numpy()
-            for each in (streams.flags, streams.depth, streams.episode_length, streams.clipped_length, streams.final)
-        ]
-        self._choose: Any = choose_goals.compiled() if shape.hindsight else None
-
-    def on_clear(self) -> None:
-        """Reset host state after `clear`: there is none."""
-
-    def count_added(self, rows: int) -> None:
-        """Count what a replayed graph added; there are none on a CPU."""
-
-    def rebuild(self, seed: int) -> None:
-        """Take over a restored state and draw from this seed."""
-        self.sampling.reseed(seed)
+        if shape.hindsight:
+            streams = storage.streams
+            tensors = streams.flags, streams.depth, streams.episode_length, streams.clipped_length, streams.final
+            self._choose = partial(choose_goals.compiled(), *[each.numpy() for each in tensors], shape.num_envs)
 
     # add
 
@@ -169,11 +157,11 @@ class TrajectoryHostEngine:
 
     def _rewrite(self, tensors: dict[str, Tensor], slots: np.ndarray, count: int, relabel: Hindsight) -> None:
         """Give `count` rows of a batch in (B,) slots other goals."""
-        storage, achieved = self._storage, relabel.achieved_field
+        storage, achieved, desired = self._storage, relabel.achieved_field, relabel.desired_field
         chosen = self._goals_of(slots, count, relabel.strategy)
-        ring, pool = as_numpy(storage.tensors[achieved]), self._pools.get(achieved)
-        goals = chosen.gather(ring, pool, storage.fields[relabel.desired_field])
-        shown = chosen.put(tensors, goals, relabel, self._shape.stack)
+        raw = as_torch(gather_rows(as_numpy(storage.tensors[achieved]), chosen.slots.numpy()), storage.fields[achieved])
+        goals = gather_goals(chosen, raw, storage.finals.get(achieved), storage.fields[desired])
+        shown = put_goals(tensors, chosen, goals, achieved, desired, self._shape.stack)
         relabel.rewrite(tensors, shown, storage.singles, storage.gamma)
 
     def sample_sequences(self, batch: int, steps: tuple[int, bool, int], beta: float | None) -> dict[str, Tensor]:
@@ -230,29 +218,18 @@ class TrajectoryHostEngine:
         mask = (self._streams.depth.numpy().take(slots) >= ahead) & (flags & Flag.DEAD == 0)
         return out | endings(torch.from_numpy(flags)) | {"mask": torch.from_numpy(mask)}
 
-    def _goals_of(self, slots: np.ndarray, count: int, strategy: Strategy) -> HostGoals:
+    def _goals_of(self, slots: np.ndarray, count: int, strategy: Strategy) -> GoalRows:
         """Choose `count` rows of the batch in (B,) slots, and their goals."""
         shape, random, drawn = self._shape, self.sampling.random, goal_words(count, strategy)
         rows = permuted_ranks(slots.size, count, random.words(PERMUTATION_WORDS))
         doubles = random.doubles(drawn) if drawn else np.zeros(count)
         known, sources = np.empty(count, np.bool_), np.empty(count, np.int64)
         places = np.empty(count if shape.finals else 0, np.int64)
-        oldest, next_step = self.span_of_steps()
-        all_known = self._choose(
-            strategy == "final",
-            strategy == "episode",
-            slots,
-            rows,
-            doubles,
-            known,
-            sources,
-            places,
-            shape.num_envs,
-            oldest,
-            next_step - 1,
-            *self._goal_arguments,
-        )
-        return HostGoals(rows, known, sources, places, all_known)
+        (oldest, next_step), last, episode = self.span_of_steps(), strategy == "final", strategy == "episode"
+        all_known = self._choose(last, episode, oldest, next_step - 1, slots, rows, doubles, known, sources, places)
+        tensor = torch.from_numpy
+        pooled = tensor(places) if shape.finals else None
+        return GoalRows(tensor(rows), None if all_known else tensor(known), tensor(sources), pooled)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The transitions from these keys; KeyError naming the first that is not live or not eligible."""

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (types are what Numba infers)
-"""Goals that later steps of the same episode achieved: looked up without walking along it, and put in place."""
+"""Goals that later steps of the same episode achieved, looked up without walking along it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _FINAL = Flag.FINAL
 
 
 @loop(
-    "(boolean, boolean, int64[::1], int64[::1], float64[::1], boolean[::1], int64[::1], int64[::1], int64, int64,"
-    " int64, uint8[::1], int32[::1], int32[::1], int32[::1], int32[::1])"
+    "(uint8[::1], int32[::1], int32[::1], int32[::1], int32[::1], int64, boolean, boolean, int64, int64, int64[::1],"
+    " int64[::1], float64[::1], boolean[::1], int64[::1], int64[::1])"
 )
 def choose_goals(
-    last, episode, slots, rows, doubles, known, sources, places, num_envs, oldest, newest,
-    flags, depth, episode_length, clipped_length, final,
+    flags, depth, episode_length, clipped_length, final, num_envs,
+    last, episode, oldest, newest, slots, rows, doubles, known, sources, places,
 ):  # fmt: skip
     """Choose the goals of (K,) rows of a batch.
 
+    flags to final: of the ring, as in `ops.eligibility.Streams`. oldest, newest: steps that are stored.
     last, episode: the strategies; else "future". slots: (B,) of the batch. doubles: (K,) in [0, 1).
-    oldest, newest: steps that are stored. flags to final: of the ring, as in `ops.eligibility.Streams`.
     known:   (K,) bool, false where the observation after the row's own step is not stored.
     sources: (K,) slots of the steps whose observations hold the goals; any slot if there is no goal.
     places:  (K,) rows of the kept final observations that hold them instead, else -1; empty without these.
@@ -59,27 +59,3 @@ def choose_goals(
         line += 0 if pooled else 1
         sources[row] = (0 if line == steps else line) * num_envs + env
     return complete
-
-
-@loop(
-    "(int64[::1], boolean[::1], int64, uint8[:, ::1], uint8[:, ::1], uint8[:, ::1], uint8[:, ::1], uint8[:, ::1],"
-    " uint8[:, ::1])"
-)
-def put_goals(rows, known, stack, goals, achieved_goals, desired_goals, desired, next_desired, next_achieved):
-    """Write known goals into (K,) rows of a batch, and collect the arguments of the user's functions.
-
-    stack: frames S. goals: (K, bytes) as sampled.
-    desired, next_desired, next_achieved: (B * S, bytes) stacks of the batch.
-    achieved_goals, desired_goals: (K, bytes), the goals achieved after the steps, and the goals that the rows have now.
-    """
-    for row in range(rows.size):
-        place, last = rows[row] * stack, (rows[row] + 1) * stack - 1
-        if known[row]:
-            for frame in range(place, place + stack):
-                for byte in range(goals.shape[1]):
-                    desired[frame, byte] = goals[row, byte]
-                    next_desired[frame, byte] = goals[row, byte]
-        for byte in range(goals.shape[1]):
-            desired_goals[row, byte] = desired[last, byte]
-        for byte in range(achieved_goals.shape[1]):
-            achieved_goals[row, byte] = next_achieved[last, byte]

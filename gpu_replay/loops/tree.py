@@ -101,16 +101,8 @@ def total_of(flat, starts):
     return mass
 
 
-@loop("(int64[::1], int64[::1])")
-def total(flat, starts):
-    """Call `total_of` from Python."""
-    return total_of(flat, starts)
-
-
-@loop("(int64[::1], int64[::1])")
-def lowest(flat, low):
-    """Call `lowest_of` from Python."""
-    return lowest_of(flat, low)
+# the same for Python
+total, lowest = loop("(int64[::1], int64[::1])")(total_of), loop("(int64[::1], int64[::1])")(lowest_of)
 
 
 # priorities
@@ -135,10 +127,7 @@ def masses_of(numbers, ordered):
     return masses
 
 
-@loop("(float64[::1], boolean)")
-def masses(numbers, ordered):
-    """Call `masses_of` from Python."""
-    return masses_of(numbers, ordered)
+masses = loop("(float64[::1], boolean)")(masses_of)
 
 
 @loop(f"(int64[::1], float64[::1], boolean, int64, int64, boolean, int64[::1], {_TREE}, int64[::1])")
@@ -292,10 +281,7 @@ def spread(mass, doubles, stratified, targets):
         begin += width
 
 
-@loop("(int64, float64[::1], boolean, int64[::1])")
-def targets(mass, doubles, stratified, out):
-    """Call `spread` from Python."""
-    spread(mass, doubles, stratified, out)
+targets = loop("(int64, float64[::1], boolean, int64[::1])")(spread)
 
 
 @loop(

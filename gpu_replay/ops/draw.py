@@ -79,15 +79,15 @@ def slots_in(tree: MassTree, drawn: DrawRange, targets: np.ndarray) -> np.ndarra
     return slots
 
 
-def stratified_targets(total: int, doubles: np.ndarray) -> np.ndarray:
-    """Place one target in each of `B` equal parts of the total mass.
+def targets_in(total: int, doubles: np.ndarray, *, stratified: bool) -> np.ndarray:
+    """Place one target in each of `B` equal parts of the total mass, or each anywhere.
 
     total:   mass units, > 0.
     doubles: (B,) float64 in [0, 1), 53 random bits each, the only source of randomness.
-    returns: (B,) int64, ascending, each in [0, total).
+    returns: (B,) int64, each in [0, total); if stratified, ascending.
     """
     targets = np.empty(doubles.size, dtype=np.int64)
-    tree_loops.targets.compiled()(total, doubles, True, targets)
+    tree_loops.targets.compiled()(total, doubles, stratified, targets)
     return targets
 
 
@@ -132,13 +132,6 @@ ROUNDS_OF_FEW = 32
 FEW = 64
 # each round hashes with a random multiplier and a random addend (multiply-shift, Dietzfelbinger 1996)
 PERMUTATION_WORDS = 2 * ROUNDS_OF_FEW
-
-
-def independent_ranks(count: int, doubles: np.ndarray) -> np.ndarray:
-    """One independent number in [0, count) for each of (B,) float64 in [0, 1); count > 0; returns (B,) int64."""
-    ranks = np.empty(doubles.size, dtype=np.int64)
-    tree_loops.targets.compiled()(count, doubles, False, ranks)
-    return ranks
 
 
 def slots_of(ages: np.ndarray, first: int, capacity: int) -> np.ndarray:

@@ -11,19 +11,17 @@ Andrychowicz et al. 2017, "Hindsight Experience Replay".
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_replay.fields import Field
-from gpu_replay.loops import goals as loops
 from gpu_replay.ops.counters import blocks_for
 from gpu_replay.ops.draw import PERMUTATION_WORDS
 from gpu_replay.ops.eligibility import Streams
 from gpu_replay.ops.launch import Launch, per_program
-from gpu_replay.ops.ring import as_numpy, as_torch, convert
+from gpu_replay.ops.ring import convert
 
 Strategy = Literal["future", "final", "episode"]
 
@@ -33,13 +31,14 @@ class GoalRows(NamedTuple):
 
     rows:   (K,) int64.
     known:  (K,) bool, false where the observation after the row's own step is not stored: such a row stays as it is.
+            None: all are known.
     slots:  (K,) int64 of the steps in whose observations the goals stand; any slot where there is none.
     places: (K,) int64 rows of kept final observations in which they stand instead, -1 where they do not; or None where
             none are kept.
     """
 
     rows: Tensor
-    known: Tensor
+    known: Tensor | None
     slots: Tensor
     places: Tensor | None
 
@@ -55,22 +54,6 @@ class RelabelInput(NamedTuple):
     known: Tensor | None
     achieved: Tensor
     desired: Tensor
-
-
-class RelabelSettings(Protocol):
-    """Settings of relabelling, implemented by `Hindsight`."""
-
-    @property
-    def strategy(self) -> Strategy:
-        """Where goals come from."""
-
-    @property
-    def achieved_field(self) -> str:
-        """The field of achieved goals."""
-
-    @property
-    def desired_field(self) -> str:
-        """The field of desired goals."""
 
 
 def goal_words(count: int, strategy: Strategy) -> int:
@@ -96,55 +79,19 @@ def gather_goals(chosen: GoalRows, raw: Tensor, pool: Tensor | None, field: Fiel
 
 
 def put_goals(
-    tensors: dict[str, Tensor], chosen: GoalRows, goals: Tensor, relabel: RelabelSettings, stack: int
+    tensors: dict[str, Tensor], chosen: GoalRows, goals: Tensor, achieved: str, desired: str, stack: int
 ) -> RelabelInput:
-    """Write new goals, (K, *goal) as sampled, into K rows of a batch in place: into all `stack` frames of a row."""
-    rows, known, desired = chosen.rows, chosen.known, relabel.desired_field
+    """Write new goals, (K, *goal) as sampled, into K rows of a batch in place: into all `stack` frames of a row.
+
+    achieved, desired: the fields of goals.
+    """
+    rows, known = chosen.rows, chosen.known
     wide = goals if stack == 1 else goals.unsqueeze(1).expand(-1, stack, *goals.shape[1:])
     for name in (desired, f"next_{desired}"):
         masked_put(tensors[name], rows, known, wide)
     # rows that keep their goal are shown with it
-    stacks = (tensors[name].index_select(0, rows) for name in (f"next_{relabel.achieved_field}", desired))
+    stacks = (tensors[name].index_select(0, rows) for name in (f"next_{achieved}", desired))
     return RelabelInput(rows, known, *(each if stack == 1 else each[:, -1].contiguous() for each in stacks))
-
-
-class HostGoals(NamedTuple):
-    """Host: chosen rows of a batch and where their goals are, as `GoalRows` says.
-
-    places: empty where no final observations are kept. all_known: whether all goals are known.
-    """
-
-    rows: np.ndarray
-    known: np.ndarray
-    slots: np.ndarray
-    places: np.ndarray
-    all_known: bool
-
-    def gather(self, ring: np.ndarray, pool: np.ndarray | None, field: Field) -> Tensor:
-        """The (K, *shape) goals, as `field` wants them sampled; anything where they are not known.
-
-        ring, pool: (slots, *shape) of achieved goals, and (finals, *shape) of final observations, or None.
-        """
-        goals = ring.take(self.slots, axis=0)
-        if pool is not None:
-            pooled = np.flatnonzero(self.places >= 0)
-            goals[pooled] = pool[self.places[pooled]]
-        return convert(as_torch(goals, field), field)
-
-    def put(self, tensors: dict[str, Tensor], goals: Tensor, relabel: RelabelSettings, stack: int) -> RelabelInput:
-        """Do the work of `put_goals` in one loop, for arrays on the host."""
-        achieved = tensors[f"next_{relabel.achieved_field}"]
-        places = [as_numpy(tensors[name]) for name in (relabel.desired_field, f"next_{relabel.desired_field}")]
-        places.append(as_numpy(achieved))
-        goal_rows = as_numpy(goals)
-        made = np.empty(goal_rows.shape, places[2].dtype), np.empty_like(goal_rows)
-        count, frames = self.rows.size, achieved.shape[0] * stack
-        seen = [each.reshape(frames, -1).view(np.uint8) for each in places]
-        rows = [each.reshape(count, -1).view(np.uint8) for each in (goal_rows, *made)]
-        loops.put_goals.compiled()(self.rows, self.known, stack, *rows, *seen)
-        tensor, known = torch.from_numpy, None if self.all_known else torch.from_numpy(self.known)
-        achieved_goals, desired_goals = tensor(made[0]).view(achieved.dtype), tensor(made[1]).view(goals.dtype)
-        return RelabelInput(tensor(self.rows), known, achieved_goals, desired_goals)
 
 
 def masked_put(target: Tensor, rows: Tensor, known: Tensor | None, values: Tensor) -> None:

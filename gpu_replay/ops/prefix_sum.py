@@ -17,14 +17,7 @@ _PARTS, _BLOCK = 1024, 1024
 
 
 def inclusive_prefix_sum(values: Tensor) -> Tensor:
-    """(N,) int64 sums of the first 1, 2, ..., N values; N may be 0. Overflow wraps.
-
-    Raises TypeError for another dtype, ValueError for another number of dimensions.
-    """
-    if values.dtype != torch.int64:
-        raise TypeError(f"inclusive_prefix_sum needs int64 values; found {values.dtype}. Convert them first.")
-    if values.dim() != 1:
-        raise ValueError(f"inclusive_prefix_sum needs one dimension; found shape {tuple(values.shape)}.")
+    """(N,) int64 sums of the first 1, 2, ..., N of (N,) int64 values; N may be 0. Overflow wraps."""
     if choose(values.device) == "host":
         return torch.from_numpy(values.numpy().cumsum())
     from gpu_replay.kernels.prefix_sum import scan_parts_kernel, sum_parts_kernel

@@ -179,11 +179,7 @@ def layout_of(fields: Sequence[Field], tiles: Sequence[Tile], *, converted: bool
 
 
 def make_gather(
-    stores: Mapping[str, Tensor],
-    fields: Mapping[str, Field],
-    batch: int,
-    counters: Tensor,
-    finish: Finish = READ,
+    stores: Mapping[str, Tensor], fields: Mapping[str, Field], batch: int, counters: Tensor, finish: Finish = READ
 ) -> Gather:
     """Device: (B, *shape) rows of every field at (B,) slots; one launch a call. With `finish` it also ends their
     sample.

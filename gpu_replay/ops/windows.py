@@ -44,14 +44,6 @@ class Windows(NamedTuple):
     terminated: np.ndarray
     truncated: np.ndarray
 
-    @classmethod
-    def empty(cls, batch: int, stack: int) -> Windows:
-        """To be filled."""
-        frame_slots = np.empty((2 * batch, stack), np.int64)
-        reward, discount = np.empty((2, batch), np.float32)
-        terminated, truncated = np.empty((2, batch), np.bool_)
-        return cls(frame_slots, reward, discount, terminated, truncated)
-
 
 class HostWindows:
     """Looks up windows in one ring.
@@ -70,7 +62,10 @@ class HostWindows:
         """The windows of (B,) eligible starts, or of stored steps from each of which on `left` are stored: these
         windows may be incomplete.
         """
-        windows = Windows.empty(steps.size, self._shape.stack)
+        frame_slots = np.empty((2 * steps.size, self._shape.stack), np.int64)
+        reward, discount = np.empty((2, steps.size), np.float32)
+        terminated, truncated = np.empty((2, steps.size), np.bool_)
+        windows = Windows(frame_slots, reward, discount, terminated, truncated)
         self._windows(steps, left, *windows)
         return windows
 

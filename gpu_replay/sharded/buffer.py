@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gpu_replay import validation
 from gpu_replay.base.refusals import class_only
+from gpu_replay.base.state import SharedSettings
 from gpu_replay.batch import Batch
 from gpu_replay.checkpoint.config import config_of
 from gpu_replay.checkpoint.joint import KIND, BufferCheckpoint
@@ -32,7 +33,7 @@ from gpu_replay.stats import Stats
 Mode = Literal["local", "global"]
 
 
-class ShardedReplayBuffer:
+class ShardedReplayBuffer(SharedSettings):
     """A replay buffer over all ranks of a `torch.distributed` process group; each rank stores a shard on its device.
 
     capacity: transitions on all ranks together, rounded down to a multiple of the number of ranks R; at least R.
@@ -150,21 +151,6 @@ class ShardedReplayBuffer:
     def device(self) -> torch.device:
         """The device of this rank's shard and of its batches."""
         return self._shard.device
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        """The fields by name, as a copy."""
-        return dict(self._fields)
-
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler's settings."""
-        return self._sampler
-
-    @property
-    def seed(self) -> int:
-        """The seed of sampling, the same on all ranks."""
-        return self._seed
 
     @property
     def nbytes(self) -> int:

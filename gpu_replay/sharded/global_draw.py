@@ -19,9 +19,8 @@ from gpu_replay.ops.draw import weights_of
 from gpu_replay.samplers import Sampler
 from gpu_replay.sharded.shard import Column, Shard
 
-# bytes of a message between ranks: before the rows the smallest mass that the shard sampled; after the fields of each
-# row its key and its mass
-HEADER, TAIL = 8, 16
+# bytes of a message between ranks before its rows: the smallest mass that the shard sampled
+HEADER = 8
 
 Exchange = Callable[[Tensor, list[int], list[int]], Tensor]
 

@@ -372,7 +372,7 @@ class TestHost:
                 raise KeyboardInterrupt
 
             with monkeypatch.context() as patch:
-                for owner, name in ((buffer._storage, "reset_from"), (buffer._made_engine, "on_clear")):
+                for owner, name in ((buffer._storage, "reset_from"), (buffer._made_engine.sampling, "on_clear")):
                     patch.setattr(owner, name, interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     first()
@@ -714,6 +714,11 @@ class TestDevice:
             places = Places().made(lambda rows=rows: twin.add(**rows))
             with pytest.raises(Interruption):
                 Places(places.count - 1).made(lambda rows=rows: buffer.add(**rows))
+            if adds % 2:
+                # nor is it forgotten by an `add` that ends
+                rows = given(buffer, 1)
+                buffer.add(**rows)
+                twin.add(**rows)
             if adds % 3 == 1 and (most := twin.stats().eligible):
                 same(buffer.sample(most), twin.sample(most))
                 with pytest.raises(ValueError, match=f"the buffer holds {most}"):

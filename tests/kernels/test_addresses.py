@@ -26,7 +26,7 @@ from triton.runtime.errors import InterpreterError
 from gpu_replay import Field
 from gpu_replay.ops import priorities, rank_draw, ring
 from gpu_replay.ops.counters import Counter, HostWords, new_counters
-from gpu_replay.ops.draw import PERMUTATION_WORDS, digits_for, make_draw, permuted_ranks, stratified_targets
+from gpu_replay.ops.draw import PERMUTATION_WORDS, digits_for, make_draw, permuted_ranks, targets_in
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.rank_draw import DeviceRanks
 
@@ -86,7 +86,7 @@ def arranged(memory: SparseMemory) -> None:
 def drawn_by_rank(memory: SparseMemory) -> None:
     """Ranks of mass 1 each, so that a target is a rank; only what the search of these draws looks at is there."""
     sums, ages = (torch.zeros(SLOTS, dtype=torch.int64) for _ in range(2))
-    targets = stratified_targets(SLOTS, HostWords(5).doubles(12)).tolist()
+    targets = targets_in(SLOTS, HostWords(5).doubles(12), stratified=True).tolist()
     sums[[SLOTS - 1, SLOTS - 2]] = torch.tensor([SLOTS, SLOTS - 1])
     for target in targets:
         for digit in range(digits_for(SLOTS)):

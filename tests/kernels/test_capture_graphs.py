@@ -46,6 +46,7 @@ class Pretended(Buffer):
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
         self._engine: Any = Engine()
+        self._sampling = self._engine
         self._stream_order = StreamOrder(CUDA)
         self._lock = threading.RLock()
         self.empty = False
