@@ -162,9 +162,12 @@ def zeros(buffer: Any, name: str, rows: int) -> torch.Tensor:
 
 def sequences_of(buffer: Any) -> dict[str, Callable[[], object]]:
     """Calls that sample sequences: of all starts, and of those that fit."""
+    # what a stride needs is the same for all
+    strides = {"sequences by stride": lambda: buffer.sample_sequences(5, 2, stride=2)}
     return {
         "sequences": lambda: buffer.sample_sequences(5, 2),
         "strict sequences": lambda: buffer.sample_sequences(5, 2, strict=True, stride=2),
+        **(strides if buffer.stack == buffer.n_step == 1 else {}),
     }
 
 
