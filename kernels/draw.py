@@ -28,26 +28,23 @@ def stratified_target(draw, strata, per_strata, total, word):
 
 
 @triton.jit
-def target_in(total, draw, drawn, per_drawn, counters_ptr, STRATIFIED: tl.constexpr):
-    """A point in the total mass for each of the first `drawn` draws, from the words of the stream."""
-    word = words_at(draw, tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + SEED))
-    if STRATIFIED:
-        target = stratified_target(draw, drawn.to(tl.int64), per_drawn, total, word)
-    else:
-        target = floor_of_product(word, total)
-    # rows that draw nothing look for the first unit of mass
-    return tl.where(draw < drawn, target, 0)
+def target_in(total, draw, drawn, per_drawn, stream, again, STRATIFIED: tl.constexpr, REPLACEMENT: tl.constexpr):
+    """A point in [0, total) for each of the first `drawn` draws, 0 for the others; distinct ones without REPLACEMENT.
 
-
-@triton.jit
-def uniform_rank(draw, by_chance, count, counters_ptr, REPLACEMENT: tl.constexpr):
-    """A number in [0, count) for each draw by chance, distinct ones unless REPLACEMENT."""
-    block, seed = tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + SEED)
+    stream: where their words begin. again: whether they were drawn before, and so not by strata.
+    """
+    block, seed = stream
+    by_chance = draw < drawn
     if REPLACEMENT:
-        rank = floor_of_product(words_at(draw, block, seed), count)
+        word = words_at(draw, block, seed)
+        target = floor_of_product(word, total)
+        if STRATIFIED:
+            first = stratified_target(draw, drawn.to(tl.int64), per_drawn, total, word)
+            target = tl.where(again, target, first)
+        target = tl.where(by_chance, target, 0)
     else:
-        rank = permuted_rank(draw, by_chance, count, block, seed)
-    return rank
+        target = permuted_rank(draw, by_chance, total, block, seed)
+    return target
 
 
 @triton.jit
@@ -66,17 +63,27 @@ def located(levels, ranks, target, head, capacity, BY: tl.constexpr, DIGITS: tl.
 
 
 @triton.jit
-def total_and_last(levels, ranks, BY: tl.constexpr):
-    """All mass that can be drawn, and that of the last rank, or 0."""
+def total_and_lowest(levels, ranks, counters_ptr, BY: tl.constexpr):
+    """All mass that can be drawn, and the smallest mass of all: that of the last rank, or the one found before."""
     if BY == "rank":
         sums_ptr, _, count_ptr = ranks
         count = tl.maximum(tl.load(count_ptr), 1)
         total = tl.load(sums_ptr + count - 1)
-        last = total - tl.load(sums_ptr + count - 2, mask=count > 1, other=0)
+        lowest = total - tl.load(sums_ptr + count - 2, mask=count > 1, other=0)
     else:
         total = total_of(levels)
-        last = total * 0
-    return total, last
+        lowest = tl.load(counters_ptr + LOWEST)
+    return total, lowest
+
+
+@triton.jit
+def store_rows(outputs, row, slot, key, probability, mass, named):
+    """Store what was drawn for the named rows."""
+    slots_ptr, keys_ptr, probability_ptr, masses_ptr = outputs[0], outputs[1], outputs[2], outputs[3]
+    tl.store(slots_ptr + row, slot, mask=named)
+    tl.store(keys_ptr + row, key, mask=named)
+    tl.store(probability_ptr + row, probability.to(tl.float32), mask=named)
+    tl.store(masses_ptr + row, mass, mask=named)
 
 
 @triton.jit(
@@ -131,7 +138,6 @@ def draw_kernel(
     A graph replayed after a `clear` may ask for more than there is: keys then repeat or mean nothing, and every access
     is in bounds.
     """
-    slots_ptr, keys_ptr, probability_ptr, masses_ptr, lowest_ptr = outputs
     UNIFORM: tl.constexpr = BY == "uniform"
     program = tl.program_id(0).to(tl.int64)
     draw = program * DRAWS + tl.arange(0, DRAWS)
@@ -142,44 +148,36 @@ def draw_kernel(
     if len(words) > 0:
         if program == 0:
             tl.store(words[0], tl.load(counters_ptr + RANDOM) + blocks_drawn)
-    if len(levels) > 0:
-        if SKIPS or UNIFORM:
-            total, before, within = draw_range(levels, head, skipped, capacity, SKIPS)
-        else:
-            within = total_of(levels)
+    oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
+    if not UNIFORM:
+        within, lowest = total_and_lowest(levels, ranks, counters_ptr, BY)
+    elif len(levels) == 0:
+        within = added - oldest
+    if len(levels) > 0 and (SKIPS or UNIFORM):
+        total, before, within = draw_range(levels, head, skipped, capacity, SKIPS)
+    count = tl.maximum(within, 1)
+    stream = tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + SEED)
+    target = target_in(count, draw, drawn, per_drawn, stream, False, STRATIFIED, REPLACEMENT)
 
     if UNIFORM:
         if len(levels) > 0:
-            count = tl.maximum(within, 1)
-        else:
-            oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
-            count = tl.maximum(added - oldest, 1)
-        rank = uniform_rank(draw, by_chance, count, counters_ptr, REPLACEMENT)
-        if len(levels) > 0:
             if SKIPS:
-                rank = from_oldest(rank, before, total)
+                target = from_oldest(target, before, total)
             last = from_oldest(tl.maximum(within - batch + draw, 0), before, total)
-            slot, _ = descend(levels, tl.where(by_chance, rank, last))
+            slot, _ = descend(levels, tl.where(by_chance, target, last))
         else:
-            slot = remainder(tl.where(by_chance, oldest + rank, newest), capacity, per_capacity)
+            slot = remainder(tl.where(by_chance, oldest + target, newest), capacity, per_capacity)
         chance = 1.0 / count.to(tl.float64)
         # without a mass the weight is 1
         mass = slot * 0
     else:
-        if BY == "rank":
-            within, last_mass = total_and_last(levels, ranks, BY)
-        target = target_in(within, draw, drawn, per_drawn, counters_ptr, STRATIFIED)
         if BY == "mass" and SKIPS:
             target = from_oldest(target, before, total)
         slot, mass = located(levels, ranks, target, head, capacity, BY, DIGITS)
-        chance = mass.to(tl.float64) / tl.maximum(within, 1).to(tl.float64)
-        lowest = tl.min(tl.where(by_chance, mass, NO_MASS), axis=0)
-        if LOWEST_OF_ALL:
-            if BY == "rank":
-                lowest = last_mass
-            else:
-                lowest = tl.load(counters_ptr + LOWEST)
-        tl.store(lowest_ptr + program, lowest)
+        chance = mass.to(tl.float64) / count.to(tl.float64)
+        if not LOWEST_OF_ALL:
+            lowest = tl.min(tl.where(by_chance, mass, NO_MASS), axis=0)
+        tl.store(outputs[4] + program, lowest)
         # only the last programs have newest rows
         if (program + 1) * DRAWS > drawn:
             if len(starts) > 0:
@@ -187,28 +185,26 @@ def draw_kernel(
             else:
                 last = remainder(newest, capacity, per_capacity)
             slot = tl.where(by_chance, slot, last)
-
-    live = draw < batch
-    tl.store(slots_ptr + draw, slot, mask=live)
-    tl.store(keys_ptr + draw, key_in_slot(slot, added, head, capacity), mask=live)
-    tl.store(probability_ptr + draw, tl.where(by_chance, chance, 1.0).to(tl.float32), mask=live)
-    tl.store(masses_ptr + draw, tl.where(by_chance, mass, 0), mask=live)
+    key = key_in_slot(slot, added, head, capacity)
+    chance = tl.where(by_chance, chance, 1.0)
+    store_rows(outputs, draw, slot, key, chance, tl.where(by_chance, mass, 0), draw < batch)
 
 
 @triton.jit
-def fits(slot, named, added, head, capacity, streams, rule, STRICT: tl.constexpr):
+def fits(slot, named, ring, rule):
     """The keys of eligible starts, and which of those named may begin a sequence.
 
-    streams: depths and flags of all steps.
+    ring:    the next key, its slot, and the capacity with its reciprocal.
     rule:    slots from the first step of a sequence to its last, steps between them, environments and stride, the last
-             two with their reciprocals.
+             two with their reciprocals, and depths and flags of all steps, or () if a sequence may go past an end.
     """
-    depth_ptr, flags_ptr = streams
-    ahead, between, envs, per_envs, stride, per_stride = rule
+    added, head, capacity, _ = ring
+    ahead, between, envs, per_envs, stride, per_stride, streams = rule
     key = key_in_slot(slot, added, head, capacity)
     number = divided(tl.maximum(key, 0), envs, per_envs)[0]
     good = named & (key >= 0) & (key + ahead < added) & (remainder(number, stride, per_stride) == 0)
-    if STRICT:
+    if len(streams) > 0:
+        depth_ptr, flags_ptr = streams
         last = slot + ahead
         last = tl.where(last >= capacity, last - capacity, last)
         # its episode began no later than the sequence, and it is no step after the end of one
@@ -218,68 +214,64 @@ def fits(slot, named, added, head, capacity, streams, rule, STRICT: tl.constexpr
 
 
 @triton.jit
-def walk(
-    starts,
-    outputs,
-    counters_ptr,
-    added,
-    head,
-    capacity,
-    streams,
-    rule,
-    begin,
-    rows,
-    DRAWS: tl.constexpr,
-    NEWEST: tl.constexpr,
-    STRICT: tl.constexpr,
-):
-    """Fill `rows` rows from one on with the first starts that fit of a random permutation, or of the newest.
+def newest_starts(place, named, eligible_ptr, ring, rule):
+    """The slots of steps from which a sequence is stored, from the newest back, and which of those named are eligible.
 
-    One program walks for all of them, so that none is taken twice. Rows for which none was found are no draws.
+    eligible: 1 for each slot that can be drawn, or 0.
     """
-    slots_ptr, keys_ptr, probability_ptr, masses_ptr = outputs[0], outputs[1], outputs[2], outputs[3]
-    total, before, count = draw_range(starts, head, 0, capacity, False)
-    found = begin * 0
-    done = begin * 0
-    most = tl.minimum(count, rows * (1 + REDRAWS))
-    chance = 1.0
-    if not NEWEST:
-        chance = 1.0 / tl.maximum(count, 1).to(tl.float64)
-    block, seed = tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + SEED)
-    while (found < rows) & (done < most):
-        place = done + tl.arange(0, DRAWS)
-        named = place < most
-        if NEWEST:
-            rank = from_oldest(tl.maximum(count - 1 - place, 0), before, total)
-        else:
-            rank = permuted_rank(place, named, tl.maximum(count, 1), block, seed)
-        slot = descend(starts, rank)[0]
-        key, good = fits(slot, named, added, head, capacity, streams, rule, STRICT)
-        row = found + tl.cumsum(good.to(tl.int64), axis=0) - 1
-        good = good & (row < rows)
-        at = begin + (rows - 1 - row if NEWEST else row)
-        tl.store(slots_ptr + at, slot, mask=good)
-        tl.store(keys_ptr + at, key, mask=good)
-        tl.store(probability_ptr + at, (slot * 0 + chance).to(tl.float32), mask=good)
-        # without a mass the weight is 1
-        tl.store(masses_ptr + at, slot * 0, mask=good)
-        found += tl.sum(good.to(tl.int64), axis=0)
-        done += DRAWS
-    while found < rows:
-        row = found + tl.arange(0, DRAWS)
-        at = begin + (rows - 1 - row if NEWEST else row)
-        not_drawn(outputs, at, row < rows)
-        found += DRAWS
+    added, _, capacity, per_capacity = ring
+    ahead, _, envs, per_envs, stride, per_stride, _ = rule
+    newest = divided(tl.maximum(added - 1 - ahead, 0), envs, per_envs)[0]
+    steps, env = divided(place, envs, per_envs)
+    key = (newest - remainder(newest, stride, per_stride) - steps * stride) * envs + envs - 1 - env
+    named = named & (key >= 0) & (key >= added - capacity)
+    slot = remainder(tl.maximum(key, 0), capacity, per_capacity)
+    return slot, named & (tl.load(eligible_ptr + slot, mask=named, other=0) > 0)
 
 
 @triton.jit
 def not_drawn(outputs, row, named):
     """Mark rows for which no start was found: no key, and a mass by which their weight is 0."""
-    slots_ptr, keys_ptr, probability_ptr, masses_ptr = outputs[0], outputs[1], outputs[2], outputs[3]
-    tl.store(slots_ptr + row, row * 0, mask=named)
-    tl.store(keys_ptr + row, row * 0 + NO_KEY, mask=named)
-    tl.store(probability_ptr + row, (row * 0).to(tl.float32), mask=named)
-    tl.store(masses_ptr + row, row * 0 - 1, mask=named)
+    store_rows(outputs, row, row * 0, row * 0 + NO_KEY, row * 0, row * 0 - 1, named)
+
+
+@triton.jit
+def walk(levels, outputs, ring, rule, stream, batch, rows, DRAWS: tl.constexpr, NEWEST: tl.constexpr):
+    """Fill the first `rows` rows with the first starts that fit of a random permutation, or the last with the newest.
+
+    levels: of the tree of eligible starts, of which the newest need the leaves alone.
+
+    One program walks for all of them, so that none is taken twice. Rows for which none was found are no draws.
+    """
+    most = rows * (1 + REDRAWS)
+    if NEWEST:
+        chance = 1.0
+        # the newest episodes may all be shorter than a sequence
+        most += rule[0]
+    else:
+        count = tl.maximum(total_of(levels), 1)
+        chance = 1.0 / count.to(tl.float64)
+        most = tl.minimum(count, most)
+    found = rows * 0
+    done = rows * 0
+    while (found < rows) & (done < most):
+        place = done + tl.arange(0, DRAWS)
+        if NEWEST:
+            slot, named = newest_starts(place, place < most, levels[0], ring, rule)
+        else:
+            slot, mass = descend(levels, permuted_rank(place, place < most, count, stream[0], stream[1]))
+            named = (place < most) & (mass > 0)
+        key, good = fits(slot, named, ring, rule)
+        row = found + tl.cumsum(good.to(tl.int64), axis=0) - 1
+        good = good & (row < rows)
+        # without a mass the weight is 1
+        store_rows(outputs, batch - 1 - row if NEWEST else row, slot, key, slot * 0 + chance, slot * 0, good)
+        found += tl.sum(good.to(tl.int64), axis=0)
+        done += DRAWS
+    while found < rows:
+        row = found + tl.arange(0, DRAWS)
+        not_drawn(outputs, batch - 1 - row if NEWEST else row, row < rows)
+        found += DRAWS
 
 
 @triton.jit(
@@ -302,7 +294,7 @@ def not_drawn(outputs, row, named):
 )
 def draw_sequences_kernel(
     levels,
-    starts,
+    newest,
     streams,
     counters_ptr,
     ranks,
@@ -326,66 +318,50 @@ def draw_sequences_kernel(
     DRAWS: tl.constexpr,
     DIGITS: tl.constexpr,
     STRATIFIED: tl.constexpr,
-    WALKS: tl.constexpr,
-    STRICT: tl.constexpr,
+    REPLACEMENT: tl.constexpr,
     LOWEST_OF_ALL: tl.constexpr,
 ):
-    """As `draw_kernel`, of starts that fit a rule, see `fits`: rows that do not are drawn again from all mass, at most
-    REDRAWS times, by `blocks_once` blocks of words each time.
+    """As `draw_kernel`, of starts that fit a rule: rows that do not are drawn again from all mass, at most REDRAWS
+    times, by `blocks_once` blocks of words each time.
 
-    The first `drawing` programs draw by chance; with WALKS one of them draws without replacement. Another one takes the
-    newest. Rows that do not fit at last have weight 0 and no key.
+    The first `drawing` programs draw by chance, without REPLACEMENT one of them: see `walk`. One more takes the newest,
+    of the tree `newest`. Rows that do not fit at last have weight 0 and no key. For streams and the numbers from
+    `ahead` to `stride` see `fits`.
     """
     program = tl.program_id(0).to(tl.int64)
     added = tl.load(counters_ptr + ADDED)
     head = remainder(added, capacity, per_capacity)
-    capacity = capacity.to(tl.int64)
-    rule = (ahead.to(tl.int64), between, envs.to(tl.int64), per_envs, stride.to(tl.int64), per_stride)
+    ring = (added, head, capacity.to(tl.int64), per_capacity)
+    rule = (ahead.to(tl.int64), between, envs.to(tl.int64), per_envs, stride.to(tl.int64), per_stride, streams)
+    block, seed = tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + SEED)
     if len(words) > 0:
         if program == 0:
-            tl.store(words[0], tl.load(counters_ptr + RANDOM) + blocks_drawn)
+            tl.store(words[0], block + blocks_drawn)
     drawn = drawn.to(tl.int64)
-    if len(starts) > 0:
-        if program >= drawing:
-            rows = batch - drawn
-            walk(starts, outputs, counters_ptr, added, head, capacity, streams, rule, drawn, rows, DRAWS, True, STRICT)
-    if WALKS:
-        if program < drawing:
-            first = drawn * 0
-            walk(
-                starts, outputs, counters_ptr, added, head, capacity, streams, rule, first, drawn, DRAWS, False, STRICT
-            )
-    elif program < drawing:
-        slots_ptr, keys_ptr, probability_ptr, masses_ptr, lowest_ptr = outputs
+    if program >= drawing:
+        if len(newest) > 0:
+            walk(newest, outputs, ring, rule, (block, seed), batch, batch - drawn, DRAWS, True)
+    elif not REPLACEMENT:
+        walk(levels, outputs, ring, rule, (block, seed), batch, drawn, DRAWS, False)
+    else:
         draw = program * DRAWS + tl.arange(0, DRAWS)
-        by_chance = draw < drawn
-        total, last_mass = total_and_last(levels, ranks, BY)
-        target = target_in(total, draw, drawn, per_drawn, counters_ptr, STRATIFIED)
-        slot, mass = located(levels, ranks, target, head, capacity, BY, DIGITS)
-        key, good = fits(slot, by_chance & (mass > 0), added, head, capacity, streams, rule, STRICT)
-        block, seed = tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + SEED)
-        again = tl.full([], 0, tl.int32)
-        while (again < REDRAWS) & (tl.max((by_chance & ~good).to(tl.int32), axis=0) > 0):
+        missing = draw < drawn
+        smallest = draw * 0 + NO_MASS
+        total, lowest = total_and_lowest(levels, ranks, counters_ptr, BY)
+        total = tl.maximum(total, 1)
+        again = 0
+        while (again <= REDRAWS) & (tl.max(missing.to(tl.int32), axis=0) > 0):
+            stream = (block + again * blocks_once, seed)
+            target = target_in(total, draw, drawn, per_drawn, stream, again > 0, STRATIFIED, True)
+            slot, mass = located(levels, ranks, target, head, capacity, BY, DIGITS)
+            key, good = fits(slot, missing & (mass > 0), ring, rule)
+            chance = mass.to(tl.float64) / total.to(tl.float64)
+            store_rows(outputs, draw, slot, key, chance, mass * 0 if BY == "uniform" else mass, good)
+            smallest = tl.where(good, mass, smallest)
+            missing = missing & ~good
             again += 1
-            word = words_at(draw, block + again * blocks_once, seed)
-            other, other_mass = located(levels, ranks, floor_of_product(word, total), head, capacity, BY, DIGITS)
-            other_key, fitting = fits(
-                other, by_chance & ~good & (other_mass > 0), added, head, capacity, streams, rule, STRICT
-            )
-            slot = tl.where(fitting, other, slot)
-            mass = tl.where(fitting, other_mass, mass)
-            key = tl.where(fitting, other_key, key)
-            good = good | fitting
+        not_drawn(outputs, draw, missing)
         if BY != "uniform":
-            lowest = tl.min(tl.where(good, mass, NO_MASS), axis=0)
-            if LOWEST_OF_ALL:
-                lowest = last_mass
-                if BY == "mass":
-                    lowest = tl.load(counters_ptr + LOWEST)
-            tl.store(lowest_ptr + program, lowest)
-        chance = mass.to(tl.float64) / tl.maximum(total, 1).to(tl.float64)
-        tl.store(slots_ptr + draw, slot, mask=good)
-        tl.store(keys_ptr + draw, key, mask=good)
-        tl.store(probability_ptr + draw, chance.to(tl.float32), mask=good)
-        tl.store(masses_ptr + draw, mass * 0 if BY == "uniform" else mass, mask=good)
-        not_drawn(outputs, draw, by_chance & ~good)
+            if not LOWEST_OF_ALL:
+                lowest = tl.min(smallest, axis=0)
+            tl.store(outputs[4] + program, lowest)

@@ -57,20 +57,20 @@ def permute(place, wide, per_wide, high, pairs, first, second, third, fourth):
 def permuted_rank(draw, by_chance, count, block, seed):
     """The places of a random permutation of [0, count) that the draws by chance take; 0 for the others.
 
-    More draws than there are places go round again.
+    More draws than there are places take the last of them.
     """
     # the narrowest rectangle that covers the count: the root is mended where it was rounded
     wide = tl.sqrt((count - 1).to(tl.float64)).to(tl.int64) + 1
     wide = tl.where((wide - 1) * (wide - 1) >= count, wide - 1, wide)
     wide = tl.where(wide * wide < count, wide + 1, wide)
-    # each walk divides by it again
-    per_wide = 9223372036854775807 // wide
+    # each walk divides by it again; what a float64 rounds is too little for a quotient of numbers of 31 bits
+    per_wide = (9223372036854774784.0 / wide.to(tl.float64)).to(tl.int64)
     high = divided(count + wide - 1, wide, per_wide)[0]
     pairs = tl.where(count < FEW, ROUNDS_OF_FEW // 2, ROUNDS // 2)
     first, second, third, fourth = words_of(block + tl.arange(0, ROUNDS_OF_FEW // 2), seed)
     limit = count.to(tl.uint64)
     # rows that draw nothing stay where they are; a walk that starts in [0, count) comes back to it
-    image = tl.where(by_chance, draw % count, 0).to(tl.uint64)
+    image = tl.where(by_chance, tl.minimum(draw, count - 1), 0).to(tl.uint64)
     outside = by_chance
     while tl.max(outside.to(tl.int32), axis=0) > 0:
         walked = permute(image, wide.to(tl.uint64), per_wide, high.to(tl.uint64), pairs, first, second, third, fourth)

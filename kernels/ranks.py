@@ -30,12 +30,15 @@ def rank_at(sums_ptr, target, count, DIGITS: tl.constexpr):
     A thread searches for one target: see `tree.py`.
     """
     rank = target * 0
-    for place in tl.static_range(DIGITS):
+    # of the parts into which a digit divides what is left
+    width = tl.full([], BASE**DIGITS, tl.int64)
+    for _ in range(DIGITS):
+        width //= BASE
         passed = rank * 0
         for digit in tl.static_range(1, BASE):
-            # the last rank of a part into which this digit divides what is left; no target passes the end of all ranks
-            last = rank + (digit * BASE ** (DIGITS - 1 - place) - 1)
+            # the last rank of a part; no target passes the end of all ranks
+            last = rank + (digit * width - 1)
             passed += (tl.load(sums_ptr + last, mask=last < count, other=NO_MASS) <= target).to(tl.int64)
-        rank += passed * BASE ** (DIGITS - 1 - place)
+        rank += passed * width
     # in bounds where nothing is ranked
     return tl.minimum(rank, count - 1)

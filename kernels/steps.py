@@ -233,9 +233,6 @@ def add_step_kernel(
             place, taken = final_rows(
                 env, named, ends, owner_ptr, added, finals_kept, oldest, finals, per_finals, program * ENVS, HINDSIGHT
             )
-            # claims the row: no earlier owner has a larger key
-            tl.atomic_max(owner_ptr + place, added + env, mask=taken, sem="relaxed")
-            tl.store(final_ptr + slot, place.to(tl.int32), mask=taken)
             flags = tl.where(taken, flags | FINAL, flags)
             kept = taken.to(tl.int64)
             flawed = flawed & (taken == 0)
@@ -265,8 +262,12 @@ def add_step_kernel(
             first = tl.where(held, head - behind * envs, 0)
             first = tl.where(first < 0, first + capacity, first) + env
 
-        # in a ring of one step these are the slots that were read above
+        # in a ring of one step these are the slots that were read above; and owners are read before rows are claimed
         tl.debug_barrier()
+        if WITH_FINALS:
+            # no earlier owner has a larger key
+            tl.atomic_max(owner_ptr + place, added + env, mask=taken, sem="relaxed")
+            tl.store(final_ptr + slot, place.to(tl.int32), mask=taken)
         if HINDSIGHT:
             tl.store(parted_ptr + env, parted, mask=named)
             tl.store(spans_ptr + slot, tl.full([ENVS], -1, tl.int32), mask=named)

@@ -30,9 +30,13 @@ def descend(levels, target):
     rest = target
     node = target * 0
     exists = target >= 0
-    for level in tl.static_range(len(levels)):
+    # a loop: the compiler's time grows faster than the loads that it sees
+    for below in range(len(levels)):
+        level_ptr = levels[len(levels) - 1]
+        for level in tl.static_range(len(levels) - 1):
+            level_ptr = tl.where(below == len(levels) - 1 - level, levels[level], level_ptr)
         # two children a load, 16 bytes
-        children = levels[len(levels) - 1 - level] + (node * FANOUT)[:, None] + tl.arange(0, 2)[None, :]
+        children = level_ptr + (node * FANOUT)[:, None] + tl.arange(0, 2)[None, :]
         sums = target * 0
         before = sums
         step = sums.to(tl.int32)

@@ -242,12 +242,13 @@ def make_draw(
         levels = () if starts is None else starts.levels
     elif by == "mass" and tree is not None:
         levels = tree.levels
-    newest = starts.levels if starts is not None and by_priority and drawn < batch else ()
+    alone = by_priority or rule is not None
+    newest = starts.levels if starts is not None and alone and drawn < batch else ()
     # none where all rows are the newest
     blocks_once = blocks_for(PERMUTATION_WORDS if drawn and not (by_priority or replacement) else drawn)
     # a draw a thread; programs of one warp where it searches, so that a small batch spreads over a GPU
-    searches = by != "uniform" or (tracks_eligibility and rule is None)
-    draws = per_program(32 if searches else 128 if rule is None else 64, batch, interpreted)
+    searches = by != "uniform" or tracks_eligibility
+    draws = per_program(32 if searches else 128, batch, interpreted)
     programs, blocks = -(-batch // draws), blocks_once
     shared: dict[str, Any] = {"levels": levels, "counters_ptr": counters, "drawn": drawn, "batch": batch}
     shared |= {"capacity": capacity, "per_drawn": reciprocal(max(drawn, 1)), "per_capacity": reciprocal(capacity)}
@@ -274,8 +275,8 @@ def make_draw(
             draw_sequences_kernel,
             programs + (drawn < batch),
             **shared,
-            starts=starts.levels if starts is not None and (walks or drawn < batch) else (),
-            streams=(streams.depth, streams.flags),
+            newest=newest,
+            streams=(streams.depth, streams.flags) if rule.strict else (),
             ahead=(rule.length - 1) * envs,
             between=rule.length - 1,
             envs=envs,
@@ -285,8 +286,7 @@ def make_draw(
             blocks_drawn=blocks,
             blocks_once=blocks_once,
             drawing=programs,
-            WALKS=walks,
-            STRICT=rule.strict,
+            REPLACEMENT=not walks,
         )
     minima = programs if by_priority else 0
     blocks += blocks_for(batch if shifted else 0)

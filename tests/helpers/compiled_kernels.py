@@ -170,7 +170,7 @@ def test_a_sum_of_rewards_is_rounded_as_on_the_host(full: bool) -> None:
         assert "fma" not in ptx, name
 
 
-@pytest.mark.parametrize("kernel", ["draw_kernel", "choose_goals_kernel"])
+@pytest.mark.parametrize("kernel", ["draw_kernel", "draw_sequences_kernel", "choose_goals_kernel"])
 def test_a_draw_is_rounded_once(kernel: str, full: bool) -> None:
     """A multiplication fused with an addition, or a short division, would draw other keys than the CPU."""
     chosen_cases = [case for case in chosen(MAIN_TARGET, full) if case.startswith(kernel)]

@@ -181,11 +181,11 @@ REDRAWN = ("uniform", "annealed", "rank")
 )
 def test_sequences_that_fit_are_those_of_the_host(name: str, device: str, guards: Guards) -> None:
     """Kernels and host draw again the same, and mark nothing outside where they find none."""
-    for length, stride, end in ((4, 1, 0.1), (2, 3, 0.3), (1, 2, 0.1)):
+    for length, strict, stride, end in ((4, True, 1, 0.1), (2, True, 3, 0.3), (3, False, 2, 0.1)):
         settings = {"sampler": SAMPLERS[name], "stack": 2, "n_step": 2, **MODES["same_step"]}
         streams = Streams(device, SMALL, (3, 20, 55), end, **settings)
         for count in (3, 5):
-            expected, found = streams.call("sample_sequences", count, length, 0, strict=True, stride=stride)
+            expected, found = streams.call("sample_sequences", count, length, 0, strict=strict, stride=stride)
             check_batches(found, expected)
             counts = [buffer._counters[[Counter.RANDOM, Counter.STEP]].tolist() for buffer in streams.both]
             assert counts[0] == counts[1]
@@ -196,6 +196,18 @@ def test_sequences_that_fit_are_those_of_the_host(name: str, device: str, guards
     assert found.weight.tolist() == found.probability.tolist() == [0.0] * 3
     assert not found.mask.any()
     assert tested._counters[Counter.STEP] == streams.host._counters[Counter.STEP] + 1
+
+
+def test_the_newest_sequences_that_fit_may_begin_many_rows_back(device: str, guards: Guards) -> None:
+    """All environments began an episode that is shorter than a sequence."""
+    streams = Streams(device, SMALL, (70, 12, 8), 0.0)
+    streams.call("begin_episodes")
+    for _ in range(3):
+        step = {"obs": torch.zeros(70, 2, dtype=torch.int16), "action": torch.zeros(70, dtype=torch.int64)}
+        streams.insert(**step, reward=torch.zeros(70), terminated=torch.zeros(70) > 0, truncated=torch.zeros(70) > 0)
+    expected, found = streams.call("sample_sequences", 3, 4, strict=True)
+    check_batches(found, expected)
+    assert found.key.tolist() == [5 * 70 - 3, 5 * 70 - 2, 5 * 70 - 1]
 
 
 def test_the_launch_that_weighs_shifts_pictures_as_one_that_does_not(
