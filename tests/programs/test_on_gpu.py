@@ -87,7 +87,7 @@ def test_a_step_that_fails_hangs_or_loses_the_device_stops_nothing(
 ) -> None:
     # interrupted when its time is over, so that what was measured is still written; Python may take seconds to start
     slow = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('written')"
-    short = Step("slow", [sys.executable, "-S", "-c", slow], 3)
+    short = Step("slow", [sys.executable, "-S", "-c", slow], 5)
     # a suite that loses the device goes on with what is missing
     text = "import sys; raise SystemExit(0 if '--missing' in sys.argv else 3)"
     suite = Step("suite", [sys.executable, "-S", "-c", text], 60, again=True)
