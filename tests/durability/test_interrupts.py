@@ -316,7 +316,7 @@ class TestHost:
     @needs_fork
     @pytest.mark.parametrize("name", ["sample", "stacks", "add and save", "load"])
     def test_an_interrupt_anywhere_leaves_no_lock_held(self, name: str, full: bool, tmp_path: Path) -> None:
-        every = 1 if full else 7 if name.startswith("s") else 97
+        every = 1 if full else 11 if name.startswith("s") else 97
 
         def work() -> int:
             with large_calls(tmp_path) as calls:
