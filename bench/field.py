@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
-from gpu_replay.console.markdown import number, table
 from gpu_replay.console.progress import Progress
 
 from .measure import Part, Run
@@ -236,24 +235,3 @@ def loop_part(quick: bool, device: torch.device) -> Part:
     envs, steps, batches = QUICK if quick else (SIZES[0], 1024, SIZES[2])
     makers = {OURS: lambda capacity: looped(envs, steps, 3, device)[0]}
     return [Case("field/loop", envs * steps, batches[-1], envs)], partial(Run.records, makers=makers)
-
-
-def column(record: Record) -> str:
-    """The name of an implementation's column; replayed calls have one of their own."""
-    return record.implementation + (", captured" if record.timing == "graph" else "")
-
-
-def field_table(records: Sequence[Record], peers: Sequence[Record] = ()) -> str:
-    """Bytes of a transition, and milliseconds of every buffer."""
-    names = sorted(dict.fromkeys(map(column, records)), key=lambda name: not name.startswith(OURS))
-    cases: dict[tuple[str, int], dict[str, Record]] = {}
-    for record in records:
-        cases.setdefault((record.operation, record.batch), {})[column(record)] = record
-    rows = []
-    for (operation, batch), here in sorted(cases.items()):
-        held = operation == "field/bytes"
-        what = operation.removeprefix("field/") + (f", B = {batch:,}" if batch else "")
-        unit = "a transition" if held else "ms"
-        cells = [number(here[name].median / (1 if held else 1000)) if name in here else "" for name in names]
-        rows.append([f"{what}, {unit}", *cells])
-    return table(["", *names], rows)

@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from mmap import PAGESIZE
 from pathlib import Path
 
 import numpy as np
@@ -38,15 +39,9 @@ def of_peer(name: str, capacity: int, width: int) -> Subject:
     return make_peer(name, Task(capacity, ADDED, width=width))
 
 
-def status(name: str) -> int:
-    """Bytes that the system tells of this process: "VmRSS" is resident, "VmHWM" its peak since it was reset.
-
-    Raises OSError if the system does not report them.
-    """
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status does not tell {name}.")
+def resident() -> int:
+    """Bytes of this process in memory. Raises OSError if the system does not tell."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
 
 
 def measured(make: Maker, capacity: int, width: int) -> int:
@@ -59,9 +54,9 @@ def _filled(make: Maker, capacity: int, width: int) -> int:
     torch.set_num_threads(1)
     # a small buffer first, kept, so that code and scratch memory of all calls are there before the reading
     kept = [_used(make, 8192, width)]
-    before = status("VmRSS")
+    before = resident()
     kept.append(_used(make, capacity, width))
-    return status("VmRSS") - before
+    return resident() - before
 
 
 def _used(make: Maker, capacity: int, width: int) -> Subject:
@@ -77,13 +72,13 @@ def _used(make: Maker, capacity: int, width: int) -> Subject:
 
 
 def records(run: Run, cases: Sequence[Case], progress: Progress, makers: Mapping[str, Maker]) -> Iterator[Record]:
-    """Resident bytes a transition of full buffers, beside the bytes of its fields; errors as of `status`."""
+    """Resident bytes a transition of full buffers, beside the bytes of its fields; errors as of `resident`."""
 
     def filled(case: Case) -> Iterator[Record]:
         dtypes = dtypes_of(case.width or 4)
         for name, make in makers.items():
-            resident = quantiles(np.array([measured(make, case.capacity, case.width or 4) / case.capacity]))
+            held = quantiles(np.array([measured(make, case.capacity, case.width or 4) / case.capacity]))
             more = {"unit": "bytes", "bytes": row_bytes(dtypes), "copy_share": None}
-            yield run.record(case, name, resident, 1, fields=described(dtypes), **more)
+            yield run.record(case, name, held, 1, fields=described(dtypes), **more)
 
     return run.each(cases, progress, filled)

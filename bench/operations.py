@@ -188,8 +188,8 @@ OPERATIONS: dict[str, Operation] = {
     "storage-blocks": Operation(call="add", added=2 * ROW_BYTES + 8),
     "storage-batches": Operation(call="sample", drawn=2 * ROW_BYTES),
     # many environments: a step of all is added, rows of n-step windows are sampled
-    "field/bytes": Operation(fields=HUMANOID),
     "field/add": Operation(call="add", added=2 * HUMANOID_BYTES, fields=HUMANOID),
+    "field/bytes": Operation(fields=HUMANOID),
     # 12 batches, of windows of 3 steps
     "field/loop": Operation(call="read", added=2 * HUMANOID_BYTES, drawn=12 * 2 * HUMANOID_BYTES, fields=HUMANOID),
     **{

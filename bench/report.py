@@ -18,7 +18,6 @@ from gpu_replay.console.markdown import number, table
 
 from .baselines import ALONE
 from .checkpoint import checkpoint_table
-from .field import column, field_table
 from .host_time import host_table
 from .lower_bound import NAME as LOWER_BOUND
 from .operations import KERNELS, OPERATIONS, OURS, short
@@ -118,12 +117,19 @@ def _compared(
     records: Records,
     heads: Sequence[str],
     first: Callable[[Record], list[str]],
-    last: Callable[[Mapping[str, Record]], str],
+    last: Callable[[Mapping[str, Record]], list[str]] = lambda here: [],
+    shown: Callable[[Record], float] = lambda record: record.median,
 ) -> str:
     """Cases down, implementations across, this package first: medians.
 
-    heads: of the `first` cells, of an implementation's column ("{}" is its name), and of the `last` one.
+    heads: of the `first` cells, of an implementation's column ("{}" is its name), and of the `last` one, if any.
+    shown: the number of a record.
     """
+
+    def column(record: Record) -> str:
+        # replayed calls have one of their own
+        return record.implementation + (", captured" if record.timing == "graph" else "")
+
     # a renewed case stands last in its file
     names = sorted(dict.fromkeys(map(column, records)), key=lambda name: not name.startswith(OURS))
     order = {operation: place for place, operation in enumerate(OPERATIONS)}
@@ -134,11 +140,11 @@ def _compared(
         cases.setdefault(key, {})[column(record)] = record
     rows = []
     for _, here in sorted(cases.items()):
-        cells = [number(here[name].median) if name in here else "" for name in names]
-        rows.append([*first(next(iter(here.values()))), *cells, last(here)])
-    *begin, of_names, end = heads
-    shown = [of_names.format(f"{name} (uniform)" if name in UNIFORM else name) for name in names]
-    return table([*begin, *shown, end], rows)
+        cells = [number(shown(here[name])) if name in here else "" for name in names]
+        rows.append([*first(next(iter(here.values()))), *cells, *last(here)])
+    place = next(place for place, head in enumerate(heads) if "{}" in head)
+    columns = [heads[place].format(f"{name} (uniform)" if name in UNIFORM else name) for name in names]
+    return table([*heads[:place], *columns, *heads[place + 1 :]], rows)
 
 
 def peers_table(records: Records, peers: Records = ()) -> str:
@@ -148,7 +154,7 @@ def peers_table(records: Records, peers: Records = ()) -> str:
         size = f"{'' if 'add' in each.operation else 'B = '}{each.batch:,}"
         return [f"{OPERATIONS[each.operation].about.format(each.added)}, N = {short(each.capacity)}, {size}"]
 
-    return _compared(records, ["µs", "{}", "speedup"], label, lambda here: _beside(here.get(OURS), here.values())[1])
+    return _compared(records, ["µs", "{}", "speedup"], label, lambda here: _beside(here.get(OURS), here.values())[1:])
 
 
 def scale_table(records: Records, peers: Records = ()) -> str:
@@ -157,9 +163,9 @@ def scale_table(records: Records, peers: Records = ()) -> str:
     def sizes(each: Record) -> list[str]:
         return [each.operation, short(each.capacity), f"{each.batch:,}"]
 
-    def ratio(here: Mapping[str, Record]) -> str:
+    def ratio(here: Mapping[str, Record]) -> list[str]:
         both = OURS in here and LOWER_BOUND in here
-        return f"{here[OURS].median / here[LOWER_BOUND].median:.1f}x" if both else ""
+        return [f"{here[OURS].median / here[LOWER_BOUND].median:.1f}x" if both else ""]
 
     return _compared(records, ["call", "N", "B", "{}, µs", f"{OURS} / C"], sizes, ratio)
 
@@ -167,11 +173,21 @@ def scale_table(records: Records, peers: Records = ()) -> str:
 def bytes_table(records: Records, peers: Records = ()) -> str:
     """Resident bytes a transition of every implementation over the bytes of its fields."""
 
-    def above(here: Mapping[str, Record]) -> str:
-        return f"{here[OURS].median / here[OURS].bytes - 1:+.1%}" if OURS in here else ""
+    def above(here: Mapping[str, Record]) -> list[str]:
+        return [f"{here[OURS].median / here[OURS].bytes - 1:+.1%}" if OURS in here else ""]
 
     heads = ["bytes of fields", "N", "{}", f"{OURS} above fields"]
     return _compared(records, heads, lambda each: [f"{each.bytes:,}", short(each.capacity)], above)
+
+
+def field_table(records: Records, peers: Records = ()) -> str:
+    """Bytes of a transition, and milliseconds of every buffer of many environments."""
+
+    def label(each: Record) -> list[str]:
+        size = f", B = {each.batch:,}" if each.batch else ""
+        return [f"{each.operation.removeprefix('field/')}{size}, {'ms' if each.unit == 'us' else 'a transition'}"]
+
+    return _compared(records, ["", "{}"], label, shown=lambda each: each.median / (1000 if each.unit == "us" else 1))
 
 
 def ratios_table(records: Records, peers: Records = ()) -> str:

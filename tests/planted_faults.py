@@ -115,7 +115,7 @@ def first_failure(folder: Path, arguments: Sequence[str], most_seconds: float = 
     if process.exitcode is not None and process.exitcode < 0:
         return CRASH
     text = output.read_text()
-    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", text, re.MULTILINE)
     if found is None:
         raise RuntimeError(f"pytest ended with {process.exitcode}:\n{text[-3000:]}")
     return found[1]

@@ -105,8 +105,8 @@ def used(kind: str, name: str, adds: int = 12) -> Any:
     return buffer
 
 
-def calls_of(buffer: Any) -> dict[str, Call]:
-    """Calls of such a buffer, by name; those that add begin with "add"."""
+def calls_of(buffer: Any, many: int = 14) -> dict[str, Call]:
+    """Calls of such a buffer, by name; those that add begin with "add". An `extend` is of so many steps."""
     key = buffer.added
     keys, priorities = [key - 1, key - 4, key - 4, 0], [9.0, 8.0, 7.0, 6.0]
     written = {name: torch.full((4, *field.shape), 5).to(field.dtype) for name, field in buffer.fields.items()}
@@ -116,9 +116,9 @@ def calls_of(buffer: Any) -> dict[str, Call]:
         "write": lambda each: each.write(keys, **written),
     }
     if isinstance(buffer, ReplayBuffer):
-        few, seam, many = (given(buffer, rows) for rows in (1, 4, 8))
+        few, seam, more = (given(buffer, rows) for rows in (1, 4, 8))
         calls |= {"add": lambda each: each.add(**few), "add over the seam": lambda each: each.add(**seam)}
-        return calls | {"add more than fit": lambda each: each.add(**many)}
+        return calls | {"add more than fit": lambda each: each.add(**more)}
     nothing, one, everything = (torch.arange(ENVS) < count for count in (0, 1, ENVS))
     plain = given(buffer) | {"terminated": nothing, "truncated": nothing}
     large = torch.tensor([3.0, 1e9, 0.5])
@@ -129,7 +129,7 @@ def calls_of(buffer: Any) -> dict[str, Call]:
         "add a step": lambda each: each.add(**plain | {"priority": large}),
         "add an ending": lambda each: each.add(**plain | {"terminated": one}),
         "add a cut": lambda each: each.add(**plain | {"truncated": everything, "priority": large}),
-        "extend": lambda each, count=14: each.extend(**{name: values[:count] for name, values in long.items()}),
+        "extend": lambda each, count=many: each.extend(**{name: values[:count] for name, values in long.items()}),
     }
     if buffer.relabel is None:
         calls["sequences"] = lambda each: each.sample_sequences(2, 2, 1)
@@ -316,7 +316,7 @@ class TestHost:
     @needs_fork
     @pytest.mark.parametrize("name", ["sample", "stacks", "add and save", "load"])
     def test_an_interrupt_anywhere_leaves_no_lock_held(self, name: str, full: bool, tmp_path: Path) -> None:
-        every = 1 if full else 7 if name.startswith("s") else 97
+        every = 1 if full else 11 if name.startswith("s") else 97
 
         def work() -> int:
             with large_calls(tmp_path) as calls:
@@ -644,9 +644,9 @@ class TestDevice:
         # an `extend` brings so many steps to the device at once
         monkeypatch.setattr(device_trajectory, "_TOGETHER", 2 * ENVS)
         first = used(kind, name)
-        for number, (each, call) in enumerate(calls_of(first).items()):
+        for number, (each, call) in enumerate(calls_of(first, 14 if full else 3).items()):
             if full or each in ("add over the seam", "add an ending", "write", "extend"):
-                every = 23 if each == "extend" else 1 if full and "add" in each else 9 + number
+                every = (23 if full else 41) if each == "extend" else 1 if full and "add" in each else 9 + number
                 check_launches(lambda: new(kind, name), first, each, call, every)
 
     @pytest.mark.slow

@@ -19,12 +19,11 @@ import pytest
 import torch
 from checkpoints import edit, pieces_of, spoiled
 from devices import device_fixture as device_fixture
-from devices import scale, thinned
+from devices import scale
 from golden import MADE
 from pairs import FIELDS as SCRIPTED
 from pairs import StepPair, live_through, numbered
 from places import FIELDS, STEPS, check_equal, given, live, make
-from programs import SAMPLERS
 from refusals import whole_state
 from transitions import ANNEALED, EXACT, NUMBER, fill, leaves
 from transitions import make as make_numbered
@@ -113,17 +112,6 @@ def test_a_load_after_which_environments_were_reset_begins_episodes(begins: bool
     assert len(pair.model.eligible()) == (12 if begins else 18)
     with pytest.raises(TypeError, match="begin_episodes must be True or False; found 1"):
         TrajectoryReplayBuffer.load(tmp_path / "c", device, begin_episodes=1)
-
-
-@thinned("name, kind", SAMPLERS, ["transitions", "same_step"])
-def test_a_buffer_of_any_sampler_goes_on_from_disk(name: str, kind: str, device: str, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    buffer = used(kind, scale(3, 1), sampler=SAMPLERS[name], device=device)
-    buffer.save(tmp_path / "checkpoint")
-    loaded = type(buffer).load(tmp_path / "checkpoint", device=buffer.device)
-    assert loaded.sampler == SAMPLERS[name]
-    for _ in range(2):
-        check_equal(loaded.sample(5), buffer.sample(5))
 
 
 # states of other buffers

@@ -173,11 +173,13 @@ def play_steps(buffers: Shifted) -> Twins:
             step |= {name: random.random(envs) < 0.15 for name in ("terminated", "truncated")}
             twins.call("add", **step)
 
-    def look() -> None:
+    def look(strict: bool = False) -> None:
         drawn = check_alike(twins, firsts, "sample", 6 if envs > 1 else 60)
         if not buffers.settings.get("relabel"):
             check_alike(twins, firsts, "sample_sequences", 6, 3)
-            check_alike(twins, firsts, "sample_sequences", 4, 2, strict=True)
+            # which draws many times, so once
+            if strict:
+                check_alike(twins, firsts, "sample_sequences", 4, 2, strict=True)
         for buffer, keys in zip(twins.both, drawn, strict=True):
             buffer.update_priorities(keys, torch.arange(1.0, len(keys) + 1) / 4)
 
@@ -195,7 +197,7 @@ def play_steps(buffers: Shifted) -> Twins:
     add(3)
     look()
     add(6)
-    look()
+    look(strict=True)
     check_stored(twins, firsts, 12 * envs)
     check_masses(twins, firsts, 48)
     return twins

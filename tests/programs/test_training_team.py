@@ -24,7 +24,7 @@ from training_runs import ROOT, read_rows, summary  # noqa: E402
 from gpu_replay import Field, TrajectoryReplayBuffer  # noqa: E402
 from gpu_replay.cli import main  # noqa: E402
 from gpu_replay.console.errors import UserError  # noqa: E402
-from gpu_replay.training.checkpoints import latest, save_run  # noqa: E402
+from gpu_replay.training.checkpoints import latest, newest, save_run  # noqa: E402
 from gpu_replay.training.environments import EnvironmentSpec  # noqa: E402
 from gpu_replay.training.run import make_buffer, refill  # noqa: E402
 from gpu_replay.training.settings import Settings  # noqa: E402
@@ -182,7 +182,7 @@ def test_torchrun_trains_one_run_on_two_ranks_and_any_number_goes_on(tmp_path: P
 
 
 def test_a_run_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path: Path) -> None:
-    """In a folder of its own choice; the rank is killed after the first checkpoint. The agent is that of torchrun."""
+    """In a folder of its own choice; the rank is killed after the second checkpoint. The agent is that of torchrun."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     catch = ["train", "catch", "--device", "cpu", "--steps", "5000", "--eval-episodes", "4", "--log-every", "500"]
@@ -190,8 +190,11 @@ def test_a_run_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path: Pat
     config.start_method, config.monitor_interval = forkserver().get_start_method(), 0.1
     with ThreadPoolExecutor(1) as agent:
         run = agent.submit(elastic_launch(config, command), str(tmp_path), *catch, "--checkpoint-every", "0.2")
-        while not any(map(latest, tmp_path.glob("runs/*/checkpoint"))):
+        seen: set[Path | None] = {None}
+        # the first is complete for all ranks once there is another
+        while len(seen) < 3:
             assert not run.done(), run.result()
+            seen |= {newest(folder) for folder in tmp_path.glob("runs/*/checkpoint")}
             time.sleep(0.02)
         killed = (tmp_path / "rank 1").read_text()
         os.kill(int(killed), signal.SIGKILL)
