@@ -76,9 +76,9 @@ class TrajectoryReplayBuffer(Buffer):
     storage_device, storage_path: where the fields are, as in `ReplayBuffer`; rewards, flags and final observations
                     stay with the priorities.
 
-    A step is eligible for sampling while its stack, its window of at most `n_step` steps and the observation after the
-    window (unless the episode terminated inside) are stored. One thread may `add` while another samples and updates.
-    Raises MemoryError with a per-field table, before it allocates anything, when the device lacks the bytes; KeyError,
+    A step is an eligible start of a window while its stack, its window of at most `n_step` steps and the observation
+    after the window (unless the episode terminated inside) are stored. One thread may `add` while another samples and
+    updates. Raises MemoryError with a per-field table, before it allocates anything, when the device lacks the bytes; KeyError,
     TypeError, ValueError for invalid settings.
 
     Mnih et al. 2015 (frames stored once); Sutton 1988 (n-step returns).
@@ -87,7 +87,7 @@ class TrajectoryReplayBuffer(Buffer):
     _engine: TrajectoryHostEngine | TrajectoryDeviceEngine
     _host_engine = TrajectoryHostEngine
     _device_engine = TrajectoryDeviceEngine
-    _units = "eligible steps"
+    _units = "eligible starts"
     _tracks_eligibility = True
 
     @hint_from_spaces

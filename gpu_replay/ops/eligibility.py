@@ -78,7 +78,7 @@ def warn_of_flaw(shape: StreamShape) -> None:
         _warn_caller(
             "an episode was truncated, and its final observation is not stored: windows that end there are never "
             f"sampled. Give final_obs= to add. The buffer keeps {shape.finals:,} final observations; if all are in "
-            "use, raise final_capacity. stats().lost_truncations counts the lost ones; this warning comes once."
+            "use, raise final_capacity. stats().lost_truncations counts them; this warning comes once."
         )
 
 
