@@ -78,8 +78,8 @@ class TrajectoryReplayBuffer(Buffer):
 
     A step is an eligible start of a window while its stack, its window of at most `n_step` steps and the observation
     after the window (unless the episode terminated inside) are stored. One thread may `add` while another samples and
-    updates. Raises MemoryError with a per-field table, before it allocates anything, when the device lacks the bytes; KeyError,
-    TypeError, ValueError for invalid settings.
+    updates. Raises MemoryError with a per-field table, before it allocates anything, when the device lacks the bytes;
+    KeyError, TypeError, ValueError for invalid settings.
 
     Mnih et al. 2015 (frames stored once); Sutton 1988 (n-step returns).
     """

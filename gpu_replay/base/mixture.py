@@ -96,7 +96,7 @@ class ReplayMixture:
         batch_size, beta: as for the buffers' own `sample`.
 
         Shares are rounded down, and those with the largest remainders, among equal ones the first, get a row more. A
-        buffer that gets none is not asked: it may be empty, and its beta schedule stays. Raises as the buffers' own
+        buffer without a row is not sampled: it may be empty, and its beta schedule stays. Raises as the buffers' own
         `sample`, before any of them has sampled.
         """
         return self._mixed(batch_size, lambda buffer, rows: buffer.sample(rows, beta=beta))

@@ -42,8 +42,8 @@ class ReplayMemory(Memory):
     memory_size: steps of each environment.
     device:      default: skrl's.
     sampler:     by default each row is drawn independently, as by RandomMemory with `replacement=True`.
-    dtype:       in which float observations and states are stored, such as torch.bfloat16; samples have the dtype that
-                 the agent asks for.
+    dtype:       of stored float observations and states, such as torch.bfloat16; samples have the dtype that the agent
+                 asks for.
     seed:        seed of sampling.
 
     The next call, which brings the observation after a step, stores that step. If the observation differs from the

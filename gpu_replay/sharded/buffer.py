@@ -361,7 +361,7 @@ class ShardedReplayBuffer:
         storage_device: torch.device | str | None = None,
         storage_path: StoragePath | None = None,
     ) -> ShardedReplayBuffer:
-        """The buffer that `save` wrote, on any number of ranks; collective.
+        """Load the buffer that `save` wrote, on any number of ranks; collective.
 
         mode: the mode of the loaded buffer; None keeps the saved one.
         storage_device, storage_path: where the shards store their fields.
