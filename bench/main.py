@@ -191,14 +191,14 @@ def _scale(options: argparse.Namespace) -> Work:
 SUITES: dict[str, tuple[Callable[[argparse.Namespace], Work], str]] = {
     "cpu": (_cpu, "add, sample, update and full cycles, on the CPU with one thread"),
     "gpu": (_gpu, "add, sample, update and full cycles on the GPU, vectors and Atari frames, called and replayed"),
-    "kernels": (_kernels, "single operations of this package beside the torch operations that do the same"),
+    "kernels": (_kernels, "single operations, compared with torch operations that do the same"),
     "host": (_host, "what calls of the buffers cost the host, whatever the device does"),
     "peers": (_peers, "full cycles and adds, interleaved with other libraries"),
     "checkpoint": (
         lambda options: Work([(checkpoint.cases(options.quick), checkpoint.records)]),
-        "saving and loading a buffer as large as fits, beside a plain write and read",
+        "saving and loading a buffer as large as fits, compared with a plain write and read",
     ),
-    "scale": (_scale, "each call over slots and over batches, and bytes over fields, beside peers and plain C"),
+    "scale": (_scale, "each call over slots and over batches, and bytes over fields, compared with peers and plain C"),
     "sharded": (
         lambda options: Work(sharded_parts(options.quick)),
         "rows and bytes that the ranks of a sharded buffer send each other, on gloo over the loopback device",

@@ -242,8 +242,8 @@ def runs_section(folders: Sequence[Path]) -> str:
     window = json.loads((folders[0] / "settings.json").read_text())["return_window"]
     note = (
         f"Mean over the last {window} finished training episodes, exploration included; minutes of wall clock from the "
-        "start of the run, evaluations included, and environment steps; the evaluation is that of the best network on "
-        "fresh games, by which a run also ends (solved)."
+        "start of the run, evaluations included, and environment steps. The evaluation plays fresh games with the best "
+        "network, and ends a run that it finds solved."
     )
     columns = [f"mean return > {threshold:.0f}" for threshold in THRESHOLDS]
     header = ["run", *columns, "ended", "evaluation", "steps/s", "updates/s", "replay"]

@@ -17,9 +17,9 @@ class Batch:
 
     `len(batch)` is the number of transitions. `keys()`, `values()`, `items()`, `in` and iteration use the names.
     It holds the fields, `key` (B,) int64, and from `sample` also `probability` (B,) float32 and `weight` (B,) float32.
-    Fields with dotted names (`obs.camera`) are also reached as a group: `batch["obs"]["camera"]`, `batch.obs.camera`.
-    Rows are a Batch too: `batch[3:10]` as views, `batch[mask]` and `batch[index]`, which may be arrays or lists, as
-    copies. A batch is a snapshot: later calls of the buffer do not change it. It is registered as a torch pytree.
+    Fields with dotted names (`obs.camera`) also form a group: `batch["obs"]["camera"]`, `batch.obs.camera`. Index rows
+    to get a Batch: `batch[3:10]` of views, `batch[mask]` or `batch[index]` (arrays or lists) of copies. A batch is a
+    snapshot: later calls of the buffer do not change it. It is registered as a torch pytree.
     """
 
     __slots__ = ("_tensors",)
@@ -65,7 +65,7 @@ class Batch:
         return [*super().__dir__(), *dict.fromkeys(name.split(".")[0] for name in self._tensors)]
 
     def __iter__(self) -> Iterator[str]:
-        """Over the names."""
+        """Iterate over the names."""
         return iter(self._tensors)
 
     def __contains__(self, name: object) -> bool:
@@ -89,7 +89,7 @@ class Batch:
         return self._tensors.items()
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
-        """The same batch on another device. TypeError for a dtype: single tensors are cast, `batch.obs.float()`."""
+        """Move the batch to another device. TypeError for a dtype: cast single tensors, `batch.obs.float()`."""
         if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
             raise TypeError(
                 f"Batch.to moves a batch to a device such as 'cpu' or 'cuda'; found {device!r}. Cast single tensors."
@@ -97,12 +97,12 @@ class Batch:
         return Batch({name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors.items()})
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory, from which copies to a GPU do not wait."""
+        """Copy the batch to page-locked memory, from which copies to a GPU do not wait."""
         return Batch({name: tensor.pin_memory() for name, tensor in self._tensors.items()})
 
     @classmethod
     def cat(cls, batches: Iterable[Batch]) -> Batch:
-        """The rows of several batches, one after the other; raises KeyError unless all have the same names."""
+        """Join the rows of several batches; raises KeyError unless all have the same names."""
         parts = list(batches)
         if not parts:
             raise ValueError("Batch.cat needs at least one batch; found none.")
@@ -119,13 +119,13 @@ class Batch:
             return cls({name: torch.cat([part._tensors[name] for part in parts]) for name in parts[0]})
 
     def minibatches(self, count: int) -> list[Batch]:
-        """K batches of `B / K` rows each, for K steps of an optimizer on one sample; views, no copies.
+        """Split into K batches of `B / K` rows, for K optimiser steps on one sample; views, no copies.
 
         count: K, at least 1, which divides B.
 
-        Row `i` of batch `j` is row `i * K + j`. A stratified batch is sorted, by age or rank, so that contiguous slices
-        of it hold the old rows or the likely ones; each of these holds all. Raises TypeError for no int, ValueError
-        where K does not divide B.
+        Row `i` of batch `j` is row `i * K + j`. Stratified samplers sort a batch by age or rank, so contiguous slices
+        would hold only old rows or only likely ones; each of these batches holds all kinds. Raises TypeError if K is no
+        int, ValueError if K does not divide B.
         """
         if isinstance(count, bool) or not isinstance(count, (int, np.integer)):
             raise TypeError(f"minibatches needs their number, an int; found {count!r}.")
@@ -134,11 +134,11 @@ class Batch:
         return [self[place :: int(count)] for place in range(count)]
 
     def to_dict(self) -> dict[str, Tensor]:
-        """The tensors by name, in a dictionary of its own; dotted names stay as they are."""
+        """Return a new dictionary of the tensors by name; dotted names stay as they are."""
         return dict(self._tensors)
 
     def to_tensordict(self) -> Any:
-        """The batch as a `tensordict.TensorDict` of batch size [B]; `obs.camera` becomes ("obs", "camera").
+        """Convert to a `tensordict.TensorDict` of batch size [B]; `obs.camera` becomes ("obs", "camera").
 
         Raises ImportError without tensordict, ValueError where one name is a tensor and a group at once.
         """

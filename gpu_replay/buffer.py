@@ -34,17 +34,17 @@ class ReplayBuffer(Buffer):
     sampler:  Uniform, Proportional, RankBased, Latest, Combined, or one of your own.
     device:   by default "cuda" if torch finds a CUDA device, else "cpu".
     seed:     of the random stream; equal seeds and priority masses sample the same keys on every device.
-    storage_device: "cpu" with a buffer on a GPU keeps its fields in pinned host memory, which kernels read and write
-              over the bus; masses, keys and batches stay on the GPU. By default the buffer's own device.
-    storage_path: with a buffer on the CPU, a folder: its fields are kept in a file there, mapped into memory, for rings
-              larger than memory.
+    storage_device: "cpu" keeps the fields of a buffer on a GPU in pinned host memory, which kernels read and write over
+              the bus; masses, keys and batches stay on the GPU. Default: the buffer's own device.
+    storage_path: folder for the fields of a buffer on the CPU: they are in a file there, mapped into memory, which may
+              be larger than memory. The folder is created if missing; several buffers may share it.
 
-    Samples and checkpoints do not depend on where the fields are kept. The file is scratch and has no name: its blocks
-    are reserved when the buffer is made, and freed with it, also where the process is killed. Use `save` for what must
-    last. The folder is made if need be, and may be that of other buffers.
+    Samples and checkpoints do not depend on where the fields are. The file is temporary and has no name: the
+    constructor reserves its blocks, and the system frees them with the buffer, even if the process is killed. Use
+    `save` for what must last.
 
-    One thread may `add` while another samples and updates. Raises MemoryError with a per-field table, before anything
-    is allocated, when the device, the host or the disk does not have the bytes; OSError for a folder that cannot be
+    One thread may `add` while another samples and updates. Raises MemoryError with a per-field table, before it
+    allocates anything, when the device, the host or the disk lacks the bytes; OSError for a folder that cannot be
     written to; TypeError, ValueError for invalid settings.
     """
 
@@ -85,22 +85,22 @@ class ReplayBuffer(Buffer):
         extra: Mapping[str, Field] | None = None,
         **settings: Any,
     ) -> Self:
-        """A buffer of the five classic fields obs, action, reward, next_obs, terminated for two Gymnasium spaces.
+        """Make a buffer of the five classic fields obs, action, reward, next_obs, terminated for two Gymnasium spaces.
 
-        dtypes:   of fields by name, such as `{"obs": torch.float64}`, which counts for `next_obs` too, and with a Dict
-                  space for all `obs.NAME`. Without it Boxes of float64 are stored as float32, everything else as it is.
+        dtypes:   of fields by name, such as `{"obs": torch.float64}`, which applies to `next_obs` too, and for a Dict
+                  space to all `obs.NAME`. Default: float32 for Boxes of float64, the space's dtype for everything else.
         extra:    further fields, such as `{"hidden": Field((256,), torch.float32)}`.
-        settings: sampler, device and all else that the class itself takes.
+        settings: sampler, device and any other setting of the class.
 
-        A Dict (or Tuple) observation space gives fields named `obs.NAME` and `next_obs.NAME`; so does a Dict action
-        space. Raises TypeError for spaces without a fixed shape, such as Text, Sequence and Graph; KeyError for a
-        name in `dtypes` that is no field, or in `extra` that is one already.
+        A Dict (or Tuple) observation space becomes fields named `obs.NAME` and `next_obs.NAME`, and a Dict action space
+        fields named `action.NAME`. Raises TypeError for spaces without a fixed shape, such as Text, Sequence and Graph;
+        KeyError for a name in `dtypes` that is no field, or in `extra` that is one already.
         """
         return cls(capacity, classic_fields(observation_space, action_space, dtypes, extra), **settings)
 
     @classmethod
     def from_env(cls, *_: object, **__: object) -> NoReturn:
-        """Raises TypeError: single transitions are of no environment's number or mode; use `from_spaces`."""
+        """Raise TypeError: single transitions need no number of environments and no mode; use `from_spaces`."""
         raise TypeError(
             f"{cls.__name__}.from_spaces(capacity, observation_space, action_space) makes this buffer from an "
             "environment's spaces (single_observation_space and single_action_space of a vector environment)."

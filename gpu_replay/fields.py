@@ -35,12 +35,12 @@ class Field:
     """One stored tensor per transition.
 
     shape:        of one transition, without batch or capacity dimension; `()` is a scalar.
-    dtype:        how it is stored.
-    sample_dtype: how it leaves `sample()`; default `dtype`, or float32 when an integer field has a `scale`.
-    scale:        multiplies the value on its way out, in float32 (float64 when either dtype is float64); finite there
+    dtype:        dtype in the buffer.
+    sample_dtype: dtype in samples; default `dtype`, or float32 when an integer field has a `scale`.
+    scale:        factor of values in samples, applied in float32 (float64 when either dtype is float64); finite there
                   and in `sample_dtype`.
 
-    `Field((84, 84), torch.uint8, torch.float16, 1 / 255)` is stored as bytes and sampled as scaled half floats.
+    `Field((84, 84), torch.uint8, torch.float16, 1 / 255)` stores bytes and samples scaled half floats.
     Raises TypeError or ValueError for values that cannot be stored.
     """
 

@@ -22,62 +22,50 @@ _REWARD = torch.float32
 
 @dataclass(frozen=True)
 class Hindsight:
-    """Relabels a share of every batch with goals that the same episode achieved, and with the rewards of these goals.
+    """Relabel a share of every batch with goals that the same episode achieved, and with their rewards.
 
     achieved, desired: names of the observation fields "obs.NAME" that hold the goal achieved so far and the goal that
                    the agent is given; of one shape and dtype.
-    reward_fn:     `reward_fn(achieved, desired)`: K rewards, [K], of K steps at once, from `[K, *goal]` tensors on the
-                   buffer's device as they leave `sample()`: the goal achieved after the step, and the new goal. Of
-                   CPU tensors it may give a NumPy array. `reward_fn(achieved, desired, step)` also gets a
-                   dictionary, the action and every field that is no observation of these steps, [K, *shape]: so
-                   `compute_reward(achieved, desired, info)` of a GoalEnv finds what it needs if fields hold it.
-                   Required positional parameters are counted; a function without a signature gets two.
+    reward_fn:     `reward_fn(achieved, desired)` returns the rewards, [K], of K steps at once, from `[K, *goal]`
+                   tensors as they leave `sample()`: the goal achieved after the step, and the new goal. For CPU tensors
+                   it may return a NumPy array. `reward_fn(achieved, desired, step)` also gets a dictionary of the
+                   action and every field that is no observation, [K, *shape]: a GoalEnv's
+                   `compute_reward(achieved, desired, info)` works if fields hold what it reads from `info`. The number
+                   of required positional parameters decides; a function without a signature gets two.
     ratio:         share of a batch that is rewritten: exactly `round(ratio * B)` random rows.
-    strategy:      where a step's new goal comes from: "future", what was achieved after a step drawn uniformly from
-                   the step itself to the last stored one of its episode; "final", after the last one, or while the
-                   episode runs the newest one; "episode", after any stored step of the episode.
-    terminated_fn: `terminated_fn(achieved, desired)`, or with `step` as well: [K] bool, where reaching the goal ends an
-                   episode: rewritten rows get `terminated` and `discount` from it. Without it these stay as they were.
+    strategy:      where a step's new goal comes from: "future", the goal achieved after a uniformly sampled step from
+                   the step itself to the last stored one of its episode; "final", after the last one, or the newest
+                   one of an unfinished episode; "episode", after any stored step of the episode.
+    terminated_fn: `terminated_fn(achieved, desired)`, or with `step` as well: [K] bool, if reaching the goal ends an
+                   episode: rewritten rows take `terminated` and `discount` from it. Without it these stay unchanged.
 
-    Give it to a TrajectoryReplayBuffer as `relabel`. In a batch `obs.DESIRED` and `next_obs.DESIRED` of a rewritten row
-    are the new goal, in every frame of a stack, and `reward` is that of the new goal; keys, weights, priorities and
-    what is stored do not change. What was achieved after a step is seen in the observation after it. Where an episode's
-    last one is not there, because `add` got no `final_obs` or the stream was broken, no goal comes from it, and a
-    rewritten row that would need it stays as it is. `reward_fn` may be called for such rows too; their results are not
-    used. Both functions run inside `sample`, under the buffer's lock: neither may change the buffer or sample from it
-    (RuntimeError), nor wait for a thread that calls it, nor for the device if samples are to be captured in a CUDA
-    graph.
+    Give it to a TrajectoryReplayBuffer as `relabel`. In a rewritten row of a batch `obs.DESIRED` and `next_obs.DESIRED`
+    are the new goal, in every frame of a stack, and `reward` is its reward; keys, weights, priorities and the stored
+    values do not change. The observation after a step holds the goal achieved by it. If an episode's last observation
+    is missing, because `add` got no `final_obs` or the stream was interrupted, no goal comes from it, and a rewritten
+    row that needs it stays unchanged; `reward_fn` may be called for such rows, without effect. Both functions run
+    inside `sample`, under the buffer's lock: they must not change the buffer or sample from it (RuntimeError), nor wait
+    for a thread that calls it, nor, if you capture samples in a CUDA graph, for the device.
 
-    With the dictionaries of a Gymnasium `GoalEnv` (Gymnasium-Robotics) each entry is a field of its own:
+    With a Gymnasium `GoalEnv` (Gymnasium-Robotics):
 
         import gymnasium
         import gymnasium_robotics
         import torch
-        from gpu_replay import Field, Hindsight, TrajectoryReplayBuffer
+        from gpu_replay import Hindsight, TrajectoryReplayBuffer
 
         def reward_fn(achieved, desired):
             return -(torch.linalg.vector_norm(achieved - desired, dim=1) > 0.05).float()
 
         gymnasium.register_envs(gymnasium_robotics)
         envs = gymnasium.make_vec("FetchReach-v4", num_envs=8)
-        goal = Field((3,), torch.float32)
-        buffer = TrajectoryReplayBuffer(
-            capacity=1_000_000,
-            num_envs=8,
-            fields={
-                "obs.observation": Field((10,), torch.float32),
-                "obs.achieved_goal": goal,
-                "obs.desired_goal": goal,
-                "action": Field((4,), torch.float32),
-            },
-            relabel=Hindsight(reward_fn=reward_fn, ratio=0.8, strategy="future"),
-        )
+        relabel = Hindsight(reward_fn=reward_fn, ratio=0.8, strategy="future")
+        buffer = TrajectoryReplayBuffer.from_env(envs, 1_000_000, relabel=relabel)
         obs, _ = envs.reset(seed=0)
         for _ in range(10_000):
             action = envs.action_space.sample()
             after, reward, terminated, truncated, _ = envs.step(action)
-            fields = {f"obs.{name}": value for name, value in obs.items()}
-            buffer.add(**fields, action=action, reward=reward, terminated=terminated, truncated=truncated)
+            buffer.add(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
             obs = after
         batch = buffer.sample(256)
         batch.obs.observation, batch.obs.desired_goal, batch.next_obs.desired_goal, batch.reward

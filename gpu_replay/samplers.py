@@ -49,12 +49,12 @@ def _put(settings: object, **numbers: float | None) -> None:
 
 @dataclass(frozen=True)
 class LinearSchedule:
-    """Goes from `start` to `end` in `steps` equal steps, then stays at `end`.
+    """Go from `start` to `end` in `steps` equal steps, then stay at `end`.
 
     steps: number of `sample` calls from `start` to `end`, at least 1.
 
-    The buffer counts the steps (one for each `sample`), so that the count is checkpointed and, on CUDA, lives on
-    the device. Raises TypeError or ValueError for numbers beyond 1e100 and for `steps` below 1 or beyond 63 bits.
+    The buffer counts the steps (one per `sample`): checkpoints contain the count, and on CUDA it is on the
+    device. Raises TypeError or ValueError for numbers beyond 1e100 and for `steps` below 1 or beyond 63 bits.
     """
 
     start: float
@@ -190,7 +190,7 @@ class Sampler(ABC):
 
 
 class BaseSampler(Sampler):
-    """A sampler that draws at random. Derive from it for one of your own, as a frozen dataclass:
+    """A sampler that draws at random. To write your own, derive a frozen dataclass:
 
         @dataclass(frozen=True)
         class Recent(BaseSampler):
@@ -204,9 +204,9 @@ class BaseSampler(Sampler):
                 window = min(self.window, total)
                 return np.where(places >= total - window, 1 / window, 0.0)
 
-    It draws from all that can be drawn, works in both buffers on the CPU, in `Combined`, in `stats()` and in
+    It draws from all eligible rows, and works in both buffers on the CPU, in `Combined`, in `stats()` and in
     checkpoints, which keep its fields; a program that loads one must have defined the class. Weights are
-    `(chance / smallest chance in the batch) ** -beta`, with `beta` 0 unless the class has another.
+    `(chance / smallest chance in the batch) ** -beta`, with `beta` 0 unless the class defines it.
     """
 
     # what of priorities is kept: nothing, leaves with sums above them, or leaves alone
@@ -232,15 +232,15 @@ class BaseSampler(Sampler):
 
     @abstractmethod
     def places(self, total: int, rows: int, random: HostWords) -> np.ndarray:
-        """Draw places among all that can be drawn.
+        """Choose a place for each row.
 
-        total:   how much there is, at least 1: transitions, counted from the oldest, or units of mass.
+        total:   number of places, at least 1: eligible rows, counted from the oldest, or units of mass.
         random:  its `doubles(n)`, float64 in [0, 1), and `words(n)`, uint64, are the only source of randomness.
         returns: (rows,) int64 in [0, total).
         """
 
     def chances(self, places: np.ndarray, total: int) -> np.ndarray:
-        """(n,) float64 probability that one row is each of these places, of a sampler without priorities."""
+        """Return the probability, (n,) float64, that one row is at each of these places; without priorities."""
         return np.full(places.size, 1 / total)
 
     @property
@@ -412,14 +412,14 @@ class Proportional(_Prioritized):
 
     alpha:      0 is uniform, 1 fully proportional; at least 0.
     beta:       exponent of the importance weights, a number at least 0 or a LinearSchedule.
-    eps:        added to every priority. A mass is never below one unit, 2^-20: a priority of 0 with `eps=0` counts as
-                that, and so do TD errors below 1e-6 with `alpha=1` (with `alpha=0.6` below 1e-10). Masses are whole
-                units, so with alpha near 1 small ones are coarse: with `alpha=1` that of a TD error is off by up to
-                0.5% from 1e-4 on, 4% from 1e-5 on, 20% from 1e-6 on and 33% below (with `alpha=0.6` 0.2% at most).
-                Weights are those of the rounded masses, so they stay consistent.
+    eps:        added to every priority. A mass is at least one unit, 2^-20, also for a priority of 0 with `eps=0` and
+                for TD errors below 1e-6 with `alpha=1` (below 1e-10 with `alpha=0.6`). Masses are whole units, so with
+                alpha near 1 small ones are coarse: with `alpha=1` the mass of a TD error is off by up to 0.5% from 1e-4
+                on, 4% from 1e-5 on, 20% from 1e-6 on and 33% below (with `alpha=0.6` by at most 0.2%). Weights are
+                computed from the rounded masses, so they stay consistent.
     clip:       largest value of priority + eps, or None.
-    initial:    priority of new transitions: "running" the largest ever given (1.0 before any), "stored" the largest
-                among those stored now (1.0 when there is none), or a number.
+    initial:    priority of new transitions: "running" is the largest ever given (1.0 before any), "stored" the largest
+                among those stored now (1.0 in an empty buffer), or a number.
     normalize:  weights are divided by the largest in the batch ("batch"), or by the largest that any stored
                 transition could get ("buffer").
     stratified: one draw from each of `B` equal parts of the total mass; False draws independently.
@@ -474,14 +474,14 @@ class Proportional(_Prioritized):
 
 @dataclass(frozen=True)
 class RankBased(_Prioritized):
-    """P(i) is proportional to 1 / rank(i) ** alpha: rank 1 has the largest priority, equal ones go by smaller key.
+    """P(i) is proportional to 1 / rank(i) ** alpha: rank 1 has the largest priority; ties go to the smaller key.
 
     alpha:        0 is uniform; at least 0.
     beta:         exponent of the importance weights, a number at least 0 or a LinearSchedule.
     initial, normalize: as in Proportional.
     stratified:   one draw from each of `B` parts of equal probability; False draws independently.
 
-    Ranks are exact at every `sample`. Outliers among the priorities do not matter here, only their order.
+    Ranks are exact at every `sample`. Only the order of priorities matters, so outliers do no harm.
 
     Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
     """

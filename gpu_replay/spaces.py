@@ -32,7 +32,7 @@ def classic_fields(
 ) -> dict[str, Field]:
     """obs, action, reward, next_obs, terminated; composite spaces give one field per leaf, `obs.NAME`.
 
-    dtypes: of fields by their names, or of whole groups; that of `obs` is that of `next_obs` too.
+    dtypes: of fields by their names, or of whole groups; the dtype of `obs` applies to `next_obs` too.
     extra:  further fields by name.
     """
     fields = _fields("obs", observation_space)

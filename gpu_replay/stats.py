@@ -22,21 +22,21 @@ class Stats:
 
     size:                  stored transitions.
     added:                 transitions ever added.
-    eligible:              those of the stored ones that can be drawn.
-    min_priority, mean_priority, max_priority: of what is stored, as the masses hold them (after `clip`, to a
-                           resolution of 2**-20 in priority ** alpha; nan with alpha 0), exactly with RankBased; nan
+    eligible:              stored transitions that can be sampled.
+    min_priority, mean_priority, max_priority: of stored transitions, computed from the masses (after `clip`, to a
+                           resolution of 2**-20 in priority ** alpha; nan with alpha 0), exact with RankBased; nan
                            without priorities.
     entropy:               of the sampling distribution, in nats; at most log(size), reached when it is uniform.
     effective_sample_size: 1 / sum(P ** 2), in transitions; at most size.
     mean_age, max_age:     in transitions added since; the newest has age 0.
-    mean_times_sampled, max_times_sampled: how often what is stored has been sampled.
-    stale_updates:         keys of updates and writes that were ignored because they were not live.
-    rejected_priorities:   non-finite priorities ignored on a GPU, where looking at them would stall.
+    mean_times_sampled, max_times_sampled: how often stored transitions have been sampled.
+    stale_updates:         keys of updates and writes ignored because they were no longer live.
+    rejected_priorities:   non-finite priorities ignored on a GPU, where a check would wait for the device.
     saturated_priorities:  priorities so large that their mass was cut to the limit.
-    lost_truncations:      truncated endings whose final observation is not stored, since none was given or no place was
+    lost_truncations:      truncated endings without a stored final observation, because you gave none or no place was
                            free: windows that end there are never sampled. Give `final_obs=`, or raise `final_capacity`.
-    unexpected_resets:     steps after an ending, with `autoreset="next_step"`, that have a reward or a flag, as a reset
-                           step has not: the loop or the environment seems to reset in another way.
+    unexpected_resets:     steps after an ending, with `autoreset="next_step"`, that have a reward or a flag; a reset
+                           step has neither, so the loop or the environment seems to reset in another way.
 
     Only trajectory buffers count the last two.
     """

@@ -53,33 +53,32 @@ class TrajectoryReplayBuffer(Buffer):
     """A ring of the last `capacity` steps of `num_envs` environments, sampled as n-step transitions with stacks.
 
     capacity:       steps of all environments together; rounded down to a multiple of `num_envs`.
-    num_envs:       environments whose steps come together; the key of environment `e` at step `t` is
-                    `t * num_envs + e`.
-    fields:         name to Field, of one step: "obs" (or several "obs.NAME"), "action", and whatever else is to be
-                    stored. `reward`, `terminated` and `truncated` are always there.
-    stack:          frames `S` of an observation, oldest first; no stack axis when it is 1.
+    num_envs:       environments that step together; the key of environment `e` at step `t` is `t * num_envs + e`.
+    fields:         name to Field, of one step: "obs" (or several "obs.NAME"), "action", and anything else to store.
+                    The buffer always stores `reward`, `terminated` and `truncated`.
+    stack:          frames `S` in an observation, oldest first; no stack axis when it is 1.
     n_step, gamma:  steps `n` until bootstrapping, and the discount of one step.
-    autoreset:      what follows an ending: with "next_step" (Gymnasium's default) a step that carries the final
-                    observation, with "same_step" and "disabled" the new episode's first; or Gymnasium's AutoresetMode.
-    padding:        frames before an episode's first: "reset" repeats the first, "zero" is zeros (as ALE's own stacks).
-    random_shift:   largest random shift of the images in `obs` and `next_obs`, in pixels, with edges repeated (DrQ):
-                    of (..., height, width); fields with fewer than two dimensions are not shifted.
+    autoreset:      what `obs` holds in the step after an ending: with "next_step" (Gymnasium's default) the final
+                    observation, with "same_step" and "disabled" the new episode's first one. Also Gymnasium's
+                    AutoresetMode.
+    padding:        frames before an episode's first one: "reset" repeats it, "zero" is zeros (as ALE's own stacks).
+    random_shift:   largest random shift of images (..., height, width) in `obs` and `next_obs`, in pixels, with edges
+                    repeated (DrQ); fields with fewer than two dimensions are not shifted.
     sampler:        Uniform, Proportional, RankBased, Latest, Combined, or one of your own.
     device:         by default "cuda" if torch finds a CUDA device, else "cpu".
     seed:           of the random stream.
-    final_capacity: with "same_step" and "disabled", how many final observations of truncated episodes are kept. By
-                    default as many as fit the larger of 3 MiB and 32 bytes a step, but at least one for 32 steps (3% of
-                    the frames) and one for each environment. A place is free again when its episode's last step is
-                    overwritten. An episode that finds none is not sampled at its end, as if `final_obs` had not been
-                    given: `stats().lost_truncations` counts both, and the first one warns.
-    relabel:        Hindsight, for goals: rewrites goals and rewards of a share of every batch; needs `n_step=1`. Then
-                    final observations are kept for terminated episodes too.
-    storage_device, storage_path: where the fields are kept, as in `ReplayBuffer`; rewards, flags and final observations
+    final_capacity: number of final observations of truncated episodes to keep, with "same_step" and "disabled".
+                    Default: as many as fit in max(3 MiB, 32 bytes * capacity), at least one per 32 steps (3% of the
+                    frames) and one per environment. When all are in use, newly truncated windows are not sampled until
+                    an old one is overwritten: `stats().lost_truncations` counts them, and the first one warns.
+    relabel:        Hindsight, for goals: rewrites goals and rewards of a share of every batch; needs `n_step=1`. The
+                    buffer then keeps final observations of terminated episodes too.
+    storage_device, storage_path: where the fields are, as in `ReplayBuffer`; rewards, flags and final observations
                     stay with the priorities.
 
-    A start is eligible, and can be drawn, while its stack, its window of at most `n_step` steps and, unless the episode
-    terminated inside, the observation after it are stored. One thread may `add` while another samples and updates.
-    Raises MemoryError with a per-field table, before anything is allocated, when the device does not have the bytes;
+    A step is an eligible start of a window while its stack, its window of at most `n_step` steps and the observation
+    after the window (unless the episode terminated inside) are stored. One thread may `add` while another samples and
+    updates. Raises MemoryError with a per-field table, before it allocates anything, when the device lacks the bytes;
     KeyError, TypeError, ValueError for invalid settings.
 
     Mnih et al. 2015 (frames stored once); Sutton 1988 (n-step returns).
@@ -147,14 +146,14 @@ class TrajectoryReplayBuffer(Buffer):
         extra: Mapping[str, Field] | None = None,
         **settings: Any,
     ) -> Self:
-        """A buffer of obs and action for the Gymnasium spaces of one environment.
+        """Make a buffer of obs and action for the Gymnasium spaces of one environment.
 
-        dtypes:   of fields by name, such as `{"obs": torch.float64}`, which with a Dict space counts for every
-                  `obs.NAME`. Without it Boxes of float64 are stored as float32, everything else as it is.
+        dtypes:   of fields by name, such as `{"obs": torch.float64}`, which for a Dict space means every `obs.NAME`.
+                  Default: float32 for Boxes of float64, the space's dtype for everything else.
         extra:    further fields, such as `{"hidden": Field((256,), torch.float32)}`.
-        settings: stack, n_step, gamma, sampler, device and all else that the class itself takes.
+        settings: stack, n_step, gamma, sampler, device and any other setting of the class.
 
-        Dict and Tuple spaces give fields named `obs.NAME`. Raises TypeError for spaces without a fixed shape, such as
+        Dict and Tuple spaces become fields named `obs.NAME`. Raises TypeError for spaces without a fixed shape, such as
         Text, Sequence and Graph; KeyError for a name in `dtypes` that is no field, or in `extra` that is one already.
         """
         return cls(capacity, num_envs, step_fields(observation_space, action_space, dtypes, extra), **settings)
@@ -169,15 +168,15 @@ class TrajectoryReplayBuffer(Buffer):
         extra: Mapping[str, Field] | None = None,
         **settings: Any,
     ) -> Self:
-        """A buffer for a Gymnasium vector environment: its number of environments, spaces and autoreset mode.
+        """Make a buffer for a Gymnasium vector environment: its number of environments, spaces and autoreset mode.
 
-        env:      or a single environment, whose loop calls `reset` after an ending (`autoreset="disabled"`), unless it
-                  contains `gymnasium.wrappers.Autoreset` ("next_step"). `num_envs` and the metadata may be those of
-                  `env.unwrapped`; spaces are always those of `env`.
-        dtypes, extra, settings: as in `from_spaces`; `autoreset` is needed where the environment's metadata have no
+        env:      vector environment, or a single one. The loop of a single one calls `reset` after an ending
+                  (`autoreset="disabled"`), unless it contains `gymnasium.wrappers.Autoreset` ("next_step"). `num_envs`
+                  and the metadata may come from `env.unwrapped`; spaces always come from `env`.
+        dtypes, extra, settings: as in `from_spaces`; give `autoreset` if the environment's metadata has no
                   `autoreset_mode`.
 
-        Raises TypeError for what is no environment, and warns where its observations look like stacks of frames, which
+        Raises TypeError for anything but an environment. Warns if its observations look like stacks of frames, which
         the buffer would store several times.
         """
         if isinstance(env, (int, float, np.number)):
@@ -231,29 +230,28 @@ class TrajectoryReplayBuffer(Buffer):
         """Store one step of all `E` environments and return its keys, (E,) int64 on the buffer's device.
 
         fields:    every field of the buffer, and `reward`, `terminated`, `truncated`, each `[E, *shape]`: NumPy arrays,
-                   CPU tensors or tensors on the buffer's device. `obs` is the newest frame, in which `action` was
-                   chosen; reward and flags are what the environment gave back for it. With `num_envs=1` a step may be
-                   given as a single environment gives it: then no value, `final_obs` included, has the leading axis.
-                   Scalars may be `[E, 1]`, and flags 0 and 1 of any dtype. A dictionary, nested too, is the same as
-                   dotted names: `obs={"image": x}` is the field `obs.image`.
+                   CPU tensors or tensors on the buffer's device. `obs` is the newest frame, in which the agent chose
+                   `action`; reward and flags are what the environment returned for it. With `num_envs=1` you may leave
+                   out the leading axis of all values, `final_obs` included. Scalars may be `[E, 1]`, and flags 0 and 1
+                   of any dtype. A dictionary, nested or not, means dotted names: `obs={"image": x}` is the field
+                   `obs.image`.
         priority:  (E,) absolute TD errors or other non-negative numbers (the sign is dropped); each counts when its
-                   start becomes eligible. A mass is never below one unit, 2^-20: a priority of 0 with `eps=0` counts
-                   as that.
-        final_obs: `[E, *shape]` last observations of the episodes that ended with this step; rows of environments that
-                   did not end are not read. Of several observation fields a dictionary of them (or `final_obs.NAME`).
-                   Also `info.get("final_obs")` as Gymnasium gives it: an object array of observations, None where
-                   nothing ended. Only "same_step" and "disabled" take it, to bootstrap truncated episodes; ValueError
-                   with "next_step". With `relabel` those of terminated episodes are kept as well.
+                   step becomes eligible. A mass is at least one unit, 2^-20, also for a priority of 0 with `eps=0`.
+        final_obs: `[E, *shape]` last observations of the episodes that ended with this step; other rows are not read.
+                   For several observation fields a dictionary (or `final_obs.NAME`). Also Gymnasium's
+                   `info.get("final_obs")`: an object array of observations, None where nothing ended. Give it with
+                   "same_step" and "disabled", to bootstrap truncated episodes (and terminated ones, with `relabel`);
+                   ValueError with "next_step".
 
-        With `autoreset="next_step"` only the observation of a step after an ending counts; the first of these steps
-        that has a reward or a flag, unlike a reset step, warns (UserWarning). So does, with the other modes, the first
-        truncated episode whose final observation is not stored. Both warnings come before the step is stored, on CUDA
-        with the next call that waits for the device, such as `stats`. Raises KeyError for a
-        missing or unknown field, ValueError for a wrong shape, device or a value out of range, TypeError for a dtype
-        that would lose values. Nothing is stored by a call that raises; an interrupt (KeyboardInterrupt) comes
-        before the step is stored, or after that.
-        Values of tensors on CUDA are not looked at: floats too large for the field become infinite, and any number but
-        0 is a true flag. Inside torch.compile every value is a tensor or array with its leading axis.
+        With `autoreset="next_step"` only the observation of a step after an ending counts; the first such step with a
+        reward or a flag, which a reset step does not have, warns (UserWarning). With the other modes the first
+        truncated episode without a stored final observation warns. Both warnings come before the call stores the step;
+        on CUDA they come with the next call that waits for the device, such as `stats`. Raises KeyError for a missing
+        or unknown field, ValueError for a wrong shape, device or a value out of range, TypeError for a dtype that would
+        lose values. A call that raises stores nothing; an interrupt (KeyboardInterrupt) takes effect before or after
+        the call stores the step.
+        Values on CUDA are not checked: floats too large for the field become infinite, and any number but 0 is a true
+        flag. Inside torch.compile every value is a tensor or array with its leading axis.
         """
         if unnamed:
             self._refuse_unnamed("add", unnamed, self._step_fields)
@@ -282,13 +280,13 @@ class TrajectoryReplayBuffer(Buffer):
         final_obs: as in `add` with T before it: `[T, E, *shape]`, an object array [T, E], a dictionary of these, or a
                    list of T entries, each None or what `add` takes.
 
-        The state is that after T calls of `add`, bit for bit: the same masses, keys and samples. Raises as `add` does,
-        and nothing is stored by a call that raises.
+        Equals T calls of `add`, bit for bit: the same masses, keys and samples. Raises as `add` does; a call that
+        raises stores nothing.
 
-        On a CPU a million steps of one environment take less than a second, and an interrupt (KeyboardInterrupt) comes
-        before all steps or after them. On CUDA each of the T steps is a launch: a million of them may take 20 s, and an
-        interrupt leaves the steps before it. The quick way there is to fill a buffer with the same settings on the CPU,
-        and to load its state: `buffer.load_state_dict(on_cpu.state_dict())`.
+        On a CPU a million steps of one environment take less than a second, and an interrupt (KeyboardInterrupt) takes
+        effect before or after all of them. On CUDA each of the T steps is a launch: a million of them may take 20 s,
+        and an interrupt keeps the steps before it. There it is quicker to fill a buffer with the same settings on the
+        CPU, and to load its state: `buffer.load_state_dict(on_cpu.state_dict())`.
         """
         if unnamed:
             self._refuse_unnamed("extend", unnamed, self._step_fields)
@@ -319,8 +317,8 @@ class TrajectoryReplayBuffer(Buffer):
 
         envs: (E,) bool, or None for all.
 
-        Call it when a stream was interrupted: environments were reset by hand, or restarted and a checkpoint loaded.
-        Windows that are still open are never drawn. Raises ValueError or TypeError for another shape or dtype.
+        Call it when a stream is interrupted: when you reset environments by hand, or restart them and load a
+        checkpoint. Unfinished windows are never sampled. Raises ValueError or TypeError for another shape or dtype.
         """
         count, device, on_host = self._settings.num_envs, self._device, self._on_host
         if envs is None:
@@ -333,12 +331,12 @@ class TrajectoryReplayBuffer(Buffer):
             self._engine.break_streams(chosen)
 
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
-        """Sample `B` eligible starts as a Batch on the buffer's device.
+        """Sample `B` eligible steps, with their windows, as a Batch on the buffer's device.
 
         batch_size: B >= 1.
         beta:       exponent of the importance weights for this call, instead of the sampler's.
 
-        A batch holds, where `m <= n_step` steps fill the window or end the episode:
+        A window has `m` steps: `n_step`, or fewer if the episode ends. A batch holds:
 
         obs:         (B, S, *shape), without the stack axis when S is 1.
         next_obs:    the same m steps later; meaningless where `discount` is 0.
@@ -348,11 +346,11 @@ class TrajectoryReplayBuffer(Buffer):
         terminated, truncated: (B,) bool, whether the window ended that way.
         key, probability, weight: (B,), as in ReplayBuffer.
 
-        Every other field is that of the start. With `relabel`, a share of the rows has other goals and rewards, and
-        `next_obs` of a step that terminated is the final observation if it was given.
+        Every other field is taken from the first step. With `relabel`, a share of the rows has other goals and rewards,
+        and `next_obs` of a terminated step is the final observation, if `add` got it.
 
-        Raises RuntimeError when nothing is eligible, ValueError when more distinct starts are asked for than there
-        are. A beta schedule advances by one.
+        Raises RuntimeError when no step is eligible, ValueError when fewer distinct steps are eligible than `B`. A beta
+        schedule advances by one.
         """
         if is_dynamo_compiling():
             return self._operators.sample(self._batch_kind, batch_size, beta)
@@ -385,30 +383,30 @@ class TrajectoryReplayBuffer(Buffer):
     ) -> Batch:
         """Sample `B` windows of `L = burn_in + length` consecutive steps of one environment, for recurrent agents.
 
-        strict: sample only windows in which no step but the last ends an episode.
-        stride: sample only windows whose first step has a number, `key // num_envs`, that is a multiple of this.
+        strict: sample only windows that lie within one episode; the last step may end it.
+        stride: sample only windows whose first step number, `key // num_envs`, is a multiple of this.
 
-        Each window begins at an eligible start whose L steps are all stored, drawn as the sampler says. A batch holds:
+        The sampler chooses the first step among eligible ones with L stored steps. A batch holds:
 
         obs:      (B, L, S, *shape), without the stack axis when S is 1; every other field (B, L, *shape).
-        next_obs, reward, discount: (B, L, ...), of each step as `sample` gives them: `reward` is that of the step, or
-                  with `n_step > 1` the sum over its window, which `next_obs` follows; `discount` is 0 where the episode
-                  terminated within it. Windows end with the newest step. Where the observation after one is not
-                  there (yet, or since a truncated episode came without `final_obs`), the last one stands in its place.
+        next_obs, reward, discount: (B, L, ...), per step as in `sample`. With `n_step > 1` `reward` is the sum over
+                  the step's window, `next_obs` follows that window, and `discount` is 0 where the episode terminated
+                  in it. Windows end with the newest step. If the observation after one is missing (not yet added, or a
+                  truncated episode without `final_obs`), the window's last one takes its place.
         terminated, truncated: (B, L), of the single steps.
-        mask:     (B, L) bool, true for the steps of the episode in which the window begins. Beyond them only the steps'
-                  own fields are meaningful.
+        mask:     (B, L) bool, False from the first step after the starting episode ends; there only the steps' own
+                  fields are meaningful.
         key, probability, weight: (B,), of the first step.
 
-        With `strict` or `stride` rows are drawn from all eligible starts, and those that do not fit again, at most 64
-        times, so that the cost does not depend on what is stored; `Uniform()` goes on along its permutation, and the
-        newest are the newest that fit. `probability` is that of one draw from all eligible starts, and ranks are those
-        among all of them; weights are right for what is drawn, since they need no total. On a CPU rows that are still
-        missing then are found by one scan. On CUDA, where nobody waits for it, such a row has weight and probability 0,
-        a `mask` of False, and -1 for a key, which `update_priorities` ignores; its other values mean nothing.
+        With `strict` or `stride` the sampler draws from all eligible steps, and draws rows that do not fit again, at
+        most 64 times, so the cost does not depend on what is stored. `Uniform()` continues along its permutation; the
+        newest rows are the newest that fit. `probability` refers to one draw from all eligible steps, and ranks count
+        all of them; weights are right, since they need no total. For rows still missing, a CPU scans the buffer once.
+        On CUDA, which does not wait for a scan, such a row has weight and probability 0, a `mask` of False and the key
+        -1, which `update_priorities` ignores; its other values mean nothing.
 
-        Raises RuntimeError when no such window is stored, ValueError when more distinct ones are asked for than there
-        are. A beta schedule advances by one.
+        Raises RuntimeError when no such window is stored, ValueError when fewer distinct ones are stored than `B`. A
+        beta schedule advances by one.
 
         Kapturowski et al. 2019 (R2D2) for burn-in.
         """
@@ -446,10 +444,10 @@ class TrajectoryReplayBuffer(Buffer):
             raise RuntimeError(f"{call}: {found} windows were found, fewer than were counted.")
 
     def clear(self) -> None:
-        """Forget all steps; keys, the counts of `stats()` and running episodes go on.
+        """Forget all steps; keys, the counts of `stats()` and unfinished episodes continue.
 
-        Starts whose stack would need forgotten frames are not eligible. See `begin_episodes` for streams that are
-        broken off as well.
+        Steps whose stack would need forgotten frames are not eligible. If you interrupt the streams too, call
+        `begin_episodes`.
         """
         super().clear()
 
@@ -473,13 +471,13 @@ class TrajectoryReplayBuffer(Buffer):
         storage_path: StoragePath | None = None,
         **others: Never,
     ) -> Self:
-        """The buffer that `save` wrote, on any device.
+        """Load the buffer that `save` wrote, on any device.
 
-        relabel:  given again where the saved buffer had one, since its functions are not saved.
-        begin_episodes: whether the environments were reset since, as by nearly every program that resumes: then the
-                  next steps begin episodes, as after `begin_episodes()`. Otherwise they continue those that were
-                  running, and windows would join the old episode with the new one.
-        storage_device, storage_path: where the fields of this buffer are to be, wherever those of the saved one were.
+        relabel:  the saved buffer's `relabel`, whose functions are not saved.
+        begin_episodes: True if you reset the environments since the save, as nearly every program does: the next steps
+                  begin episodes, as after `begin_episodes()`. Otherwise they continue the saved episodes, and windows
+                  would join the old episode with the new one.
+        storage_device, storage_path: where to put the fields, wherever the saved buffer had them.
 
         Raises CheckpointError that says what is damaged, ValueError for another `relabel` than the saved buffer's.
         """

@@ -101,11 +101,12 @@ class Buffer(StatefulBuffer):
     # what is stored, by key and in order; on CUDA each of these calls waits for the device
 
     def __getitem__(self, keys: Any) -> Batch:
-        """The stored transitions of these live keys, in their order: `buffer[keys]`.
+        """Return the stored transitions of these live keys, in their order: `buffer[keys]`.
 
         keys: (m,) int64, a list of ints, or one int for a batch of one.
 
-        Raises KeyError naming the first key that is not live, TypeError for keys that are not integers.
+        In a trajectory buffer a row is a whole window. Raises KeyError naming the first key that is not live (or not
+        eligible), TypeError for keys that are not integers.
         """
         with self._alone():
             key = validation.as_keys(keys, self._device).to(self._device).clone()
@@ -131,11 +132,11 @@ class Buffer(StatefulBuffer):
         )
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """Walk over all that is stored, in the order of keys, by `size` rows at a time; the last batch may be smaller.
+        """Iterate over everything stored, in the order of keys, `size` rows at a time; the last batch may be smaller.
 
-        A batch holds what `buffer[keys]` does. In a trajectory buffer its rows are single steps: their own `obs`
-        without a stack, every other field, `reward`, `terminated`, `truncated` and `key`, also of steps that cannot be
-        drawn. What is added meanwhile is left out, and so is what it overwrites.
+        A batch holds what `buffer[keys]` does. In a trajectory buffer its rows are single steps, eligible or not: their
+        own `obs` without a stack, every other field, `reward`, `terminated`, `truncated` and `key`. It leaves out rows
+        that are added meanwhile, and rows that these overwrite.
         """
         rows = validation.check_int("size", size, 1)
         with self._alone():
@@ -154,14 +155,14 @@ class Buffer(StatefulBuffer):
             start += rows
 
     def priorities(self, keys: Any) -> Tensor:
-        """The priorities of these live keys, (m,) float64 on the buffer's device.
+        """Return the priorities of these live keys, (m,) float64 on the buffer's device.
 
         keys: as for `buffer[keys]`.
 
-        With `RankBased` exactly what was given; with `Proportional` what the mass says, after `eps`, `clip` and
-        rounding: `(mass / 2**20) ** (1 / alpha) - eps`, not below 0. Steps of a trajectory buffer that cannot be drawn
-        have 0. Raises KeyError naming the first key that is not live, RuntimeError for a sampler without priorities and
-        for `alpha=0`, with which priorities leave no trace.
+        `RankBased` returns exactly what you gave; `Proportional` computes it from the mass, after `eps`, `clip` and
+        rounding: `(mass / 2**20) ** (1 / alpha) - eps`, not below 0. Steps that are not eligible have 0. Raises
+        KeyError naming the first key that is not live, RuntimeError for a sampler without priorities and for `alpha=0`,
+        which keeps no trace of priorities.
         """
         if not self._sampler.base.prioritized or self._sampler.base.alpha == 0:
             raise RuntimeError(
@@ -194,7 +195,7 @@ class Buffer(StatefulBuffer):
     def _check_enough(self, batch: int, skipped: int = 0, call: str = "", available: int | None = None) -> None:
         """Raise unless `batch` rows can be drawn, leaving out the newest `skipped` slots.
 
-        call: for messages, by default that of `sample`. available: how many rows there are, where that is known.
+        call: for messages; default: `sample(batch)`. available: the number of rows, if known.
         """
         newest, distinct = self._needs(batch)
         count = 0
@@ -218,17 +219,16 @@ class Buffer(StatefulBuffer):
         )
 
     def update_priorities(self, keys: Any, priorities: Any) -> None:
-        """Give the transitions with these keys new priorities.
+        """Set the priorities of the transitions with these keys.
 
         keys:       (m,) int64 as `batch.key`; those no longer live are ignored and counted in `stats().stale_updates`;
                     -1 stands for no key.
-        priorities: (m,) or (m, 1) absolute TD errors or other non-negative numbers; the sign is dropped. Of sequences
-                    one for each: reduce those of the steps over time.
+        priorities: (m,) or (m, 1) absolute TD errors or other non-negative numbers; the sign is dropped. One per
+                    sequence: reduce TD errors over time first.
 
-        A mass is never below one unit, 2^-20: a priority of 0 with `eps=0` counts as that, and so do TD errors below
-        1e-6 with `alpha=1` (with `alpha=0.6` below 1e-10). A key that appears twice: the last one wins. With a sampler
-        that has no priorities the arguments are checked, keys that are not live are counted and nothing else happens,
-        so that one training loop serves every sampler.
+        A mass is at least one unit, 2^-20, also for a priority of 0 with `eps=0` and for TD errors below 1e-6 with
+        `alpha=1` (below 1e-10 with `alpha=0.6`). If a key appears twice, the last priority wins. A sampler without
+        priorities only checks the arguments and counts stale keys, so that one training loop works with every sampler.
 
         Raises ValueError for a wrong shape and, on the CPU, for priorities that are not finite (on CUDA such an entry
         keeps its priority and is counted); TypeError for keys that are not integers.
@@ -241,18 +241,18 @@ class Buffer(StatefulBuffer):
             self._sampling.update(keys, priorities, ready)
 
     def write(self, keys: Any, **fields: Any) -> None:
-        """Replace stored values of the transitions with these keys, as of recurrent states that the network of today
-        computed anew.
+        """Replace stored values of the transitions with these keys, such as recurrent states that a newer network
+        computed.
 
         keys:   (m,) int64 as `batch.key`; those no longer live are ignored and counted in `stats().stale_updates`, -1
-                stands for no key. Of a key that appears twice the last row counts.
-        fields: some of those given to the constructor, `[m, *shape]` each, in any form that `add` takes. They are
-                stored as they come: `scale` and `sample_dtype` count on their way out alone.
+                stands for no key. If a key appears twice, the last row wins.
+        fields: some of the constructor's fields, `[m, *shape]` each, in any form that `add` takes. They are stored
+                unchanged: `scale` and `sample_dtype` apply only to samples.
 
-        Priorities, the times that rows were sampled and the order of keys stay. In a trajectory buffer each observation
-        is stored once: a new `obs` is seen in the stacks, and as `next_obs`, of neighbouring steps too; rewards, flags
-        and final observations stay. On CUDA it is one launch, for more than 1,024 keys two; of more than 16,384 keys an
-        interrupt (KeyboardInterrupt) may leave the first ones written there.
+        Priorities, sample counts and the order of keys stay. In a trajectory buffer, which stores each observation
+        once, a new `obs` also appears in the stacks and as `next_obs` of neighbouring steps; rewards, flags and final
+        observations stay. On CUDA it takes one launch, two for more than 1,024 keys; with more than 16,384 keys an
+        interrupt (KeyboardInterrupt) may leave only the first ones written.
 
         Raises KeyError for an unknown field, ValueError for no field, another shape, device or number of rows,
         TypeError for a dtype that would lose values or keys that are not integers. A call that raises writes nothing.
@@ -274,7 +274,7 @@ class Buffer(StatefulBuffer):
             self._sampling.write(checked, values)
 
     def stats(self) -> Stats:
-        """Diagnostics of this moment; on CUDA this waits for the device and reads all priorities once."""
+        """Return diagnostics; on CUDA this waits for the device and reads all priorities once."""
         with self._alone():
             first, added = self._sampling.span()
             size = added - first
@@ -304,7 +304,7 @@ class Buffer(StatefulBuffer):
         return self._sampler.base.distribution(leaves, self._state.rule, eligible)
 
     def masses(self) -> Tensor:
-        """(capacity,) int64 masses in slot order, a copy; sampling is proportional to them.
+        """Return a copy of the masses, (capacity,) int64 in slot order; sampling is proportional to them.
 
         Raises RuntimeError for a sampler other than Proportional.
         """
@@ -312,7 +312,7 @@ class Buffer(StatefulBuffer):
             return self._summed_tree().masses.clone()
 
     def total_mass(self) -> int:
-        """The exact sum of the masses. Raises RuntimeError for a sampler other than Proportional."""
+        """Return the exact sum of the masses. Raises RuntimeError for a sampler other than Proportional."""
         with self._alone():
             return self._summed_tree().total()
 
@@ -345,22 +345,22 @@ class Buffer(StatefulBuffer):
         warm_ups: int = WARM_UPS,
         generators: Sequence[torch.Generator] = (),
     ) -> LearningStep:
-        """A learning step as one call: `sample`, `learn(batch)` and `update_priorities`; on a GPU one CUDA graph.
+        """Make one call of `sample`, `learn(batch)` and `update_priorities`; on a GPU it is one CUDA graph.
 
-        batch_size, beta: as for `sample`. With None nothing is sampled: `learn()` may add, but not sample, and returns
-                  the output alone.
-        learn:    takes the Batch and returns the priorities of its rows, (B,) on the device, or None to leave them as
-                  they are; or `(priorities, output)`, where `output`, made of tensors, is what the step returns.
-        warm_ups: calls of the step, at least 1, that run eagerly before the graph is captured. They are ordinary steps,
-                  not extra ones.
-        generators: of the buffer's device, from which `learn` draws in addition to torch's own, as for exploration:
-                  replays move them on as calls do.
+        batch_size, beta: as for `sample`. With None the step samples nothing: `learn()` may add, but not sample, and
+                  returns only the output.
+        learn:    takes the Batch and returns the priorities of its rows, (B,) on the device, or None to leave
+                  priorities as they are; or `(priorities, output)`, where `output`, made of tensors, is what the step
+                  returns.
+        warm_ups: steps, at least 1, that run eagerly before the capture. They are ordinary steps, not extra ones.
+        generators: of the buffer's device, from which `learn` draws in addition to torch's own, for example to explore:
+                  replays advance them as calls do.
 
-        Each call, replayed or not, samples anew and advances the beta schedule and, where `learn` adds, the ring. On a
-        CPU every call runs eagerly, so that one program serves both. During the capture `learn` runs once on the host,
-        and then never again: its other effects on the host are not repeated, and the tensors it uses must keep their
-        memory (optimisers need `capturable=True`). Between steps you may make any other call, also `clear` and
-        `load_state_dict`, from any thread and stream.
+        Each call, replayed or not, takes a new sample and advances the beta schedule and, if `learn` adds, the ring. On
+        a CPU every call runs eagerly, so the same program works on both. The capture runs `learn` once on the host, and
+        replays do not run it again: they repeat none of its other effects on the host, and the tensors that it uses
+        must keep their memory (optimisers need `capturable=True`). Between steps you may make any other call, such as
+        `clear` and `load_state_dict`, from any thread and stream.
 
         Raises TypeError or ValueError for invalid arguments.
         """

@@ -16,15 +16,15 @@ _SOURCE = "source"
 
 
 class ReplayMixture:
-    """Samples from several buffers, a share of each batch from each.
+    """Sample a share of each batch from each of several buffers.
 
     buffers: at least one, of one class, on one device, with the same fields (and `stack`); their samplers, capacities
-             and windows may differ. Shards are not taken.
+             and windows may differ. A ShardedReplayBuffer is refused.
     shares:  of a batch, one for each buffer, each above 0; they sum to 1.
 
-    Batches have `source` (B,) int64 as well, the place of each row's buffer among `buffers`, so it is refused as a
-    field of theirs. Keys, probabilities and weights are those of the row's own buffer. Transitions are added to the
-    buffers themselves, which may be used alone as well.
+    Batches also have `source` (B,) int64, the index of each row's buffer in `buffers`; a field of that name is refused.
+    Keys, probabilities and weights come from the row's own buffer. Add transitions to the buffers themselves, which you
+    may also sample alone.
 
         mixture = ReplayMixture([demonstrations, replay], [0.25, 0.75])
         batch = mixture.sample(256)
@@ -96,7 +96,7 @@ class ReplayMixture:
         batch_size, beta: as for the buffers' own `sample`.
 
         Shares are rounded down, and those with the largest remainders, among equal ones the first, get a row more. A
-        buffer that gets none is not asked: it may be empty, and its beta schedule stays. Raises as the buffers' own
+        buffer without a row is not sampled: it may be empty, and its beta schedule stays. Raises as the buffers' own
         `sample`, before any of them has sampled.
         """
         return self._mixed(batch_size, lambda buffer, rows: buffer.sample(rows, beta=beta))

@@ -163,7 +163,7 @@ class StatefulBuffer(SharedSettings, ABC):
         self._engine, self._sampling = self._made_engine, self._made_engine.sampling
 
     def clear(self) -> None:
-        """Forget all transitions; keys go on counting, and so do the counts of `stats()`.
+        """Forget all transitions; keys and the counts of `stats()` continue.
 
         An interrupt (KeyboardInterrupt) takes effect after the call.
         """
@@ -260,8 +260,8 @@ class StatefulBuffer(SharedSettings, ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state of `state_dict`: the next `sample` returns what that buffer would have returned next.
 
-        Raises ValueError when capacity, fields or sampler differ, KeyError or TypeError for what is no such state;
-        nothing is changed then. An interrupt (KeyboardInterrupt) or a lack of memory later on leaves the buffer empty.
+        Raises ValueError when capacity, fields or sampler differ, KeyError or TypeError for anything but such a state;
+        these change nothing. An interrupt (KeyboardInterrupt) or a lack of memory later leaves the buffer empty.
         """
         with self._lock, self._stream_order:
             self._is_half_loaded()
@@ -277,7 +277,7 @@ class StatefulBuffer(SharedSettings, ABC):
     def save(self, path: str | PathLike[str]) -> None:
         """Write a checkpoint folder: no pickle, streamed, checksummed; a crash leaves the old one or the new one.
 
-        Over an earlier checkpoint only those files of at most 64 MiB are written whose rows have changed since.
+        Over an earlier checkpoint it writes only those files, of at most 64 MiB each, whose rows have changed.
         """
         with self._alone():
             checkpoint_state.save(self._buffer_state(), path)
@@ -292,13 +292,13 @@ class StatefulBuffer(SharedSettings, ABC):
         storage_path: StoragePath | None = None,
         **others: Never,
     ) -> Self:
-        """The buffer that `save` wrote, on any device.
+        """Load the buffer that `save` wrote, on any device.
 
-        storage_device, storage_path: where the fields of this buffer are to be, wherever those of the saved one were.
+        storage_device, storage_path: where to put the fields, wherever the saved buffer had them.
 
         For another capacity or sampler make a new buffer and fill it from `old.batches(size)`.
-        Raises CheckpointError that says what is damaged; while another process saves to the path, that it is to be
-        opened again.
+        Raises CheckpointError, which says what is damaged, or, while another process saves to the path, that you should
+        load again.
         """
         return cls._loaded(path, device, storage_device=storage_device, storage_path=storage_path, **others)
 

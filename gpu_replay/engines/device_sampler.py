@@ -88,7 +88,7 @@ class DeviceSampler:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes in addition to those of the state."""
+        """Bytes used in addition to the state's."""
         parts = [part.nbytes for part in (self.masses, self._ranks) if part is not None]
         return sum(parts) + sum(tensor.nbytes for tensor in self._scratch.values())
 

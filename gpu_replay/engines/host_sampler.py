@@ -52,7 +52,7 @@ class HostSampler:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes in addition to those of the state."""
+        """Bytes used in addition to the state's."""
         return 0 if self._ranks is None else self._ranks.nbytes
 
     def rebuild(self, seed: int) -> None:
@@ -139,7 +139,7 @@ class HostSampler:
         return HostDraw(*map(np.concatenate, zip(drawn, (slots, sure, sure), strict=True)))
 
     def finish(self, tensors: dict[str, Tensor], draw: HostDraw) -> dict[str, Tensor]:
-        """Count a draw and all words taken from `random` since it began; returns the tensors of the sample with its
+        """Commit a draw: advance the random stream and the sample counts. Returns the tensors of the sample with its
         keys, probabilities and weights.
         """
         slots, tensor = draw.slots, torch.from_numpy

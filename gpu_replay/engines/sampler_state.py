@@ -95,7 +95,7 @@ class SamplerState:
 
     @property
     def eligible(self) -> MassTree:
-        """A tree of a trajectory buffer that holds 0 where a start is not eligible: that of ones if there is one."""
+        """A trajectory buffer's tree with 0 for steps that are not eligible: of ones if it has that, else of masses."""
         return self._required(self.eligible_tree or self.tree, "eligible starts")
 
     @property

@@ -29,14 +29,14 @@ class SimpleReplayBuffer:
                      there are if `n_critic_obs` is above 0.
     playground_mode: the critic's observation begins with the actor's (MuJoCo Playground), which then is not stored.
     n_steps, gamma:  steps until bootstrapping, and the discount of one step.
-    sampler:         priorities are given by `rb.buffer.update_priorities(data["key"], td_error)`, and `data["weight"]`
-                     weighs the loss.
-    dtype:           in which observations are stored, such as torch.bfloat16; samples are float32.
+    sampler:         for priorities, call `rb.buffer.update_priorities(data["key"], td_error)` and weight the loss by
+                     `data["weight"]`.
+    dtype:           of stored observations, such as torch.bfloat16; samples are float32.
     seed:            seed of sampling.
 
-    `buffer` is the underlying TrajectoryReplayBuffer. Samples differ from those of the original on purpose: rewards of
-    the newest windows never include the oldest steps of a full ring; only windows that are complete are sampled, so
-    that there must be `n_steps + 1` steps; and environments are not sampled equally often within each batch.
+    `buffer` is the underlying TrajectoryReplayBuffer. Samples differ from the original's on purpose: rewards of the
+    newest windows never include the oldest steps of a full ring; only complete windows are sampled, which needs
+    `n_steps + 1` steps; and environments are not sampled equally often within each batch.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class SimpleReplayBuffer:
         """Store one step of all environments.
 
         tensor_dict: "observations", "actions", "critic_observations" and, in "next", "rewards", "dones",
-                     "truncations" and the observations after the step: those that ended an episode where one ended.
+                     "truncations" and the observations after the step, which are final where an episode ended.
 
-        The observations after a step that ended no episode are not read: they are those of the next call. After a
-        reset that was no ending call `begin_episodes` first. Raises as `TrajectoryReplayBuffer.add` does.
+        After a step that ended no episode these observations are not read, because the next call has them. After a
+        reset without an ending call `begin_episodes` first. Raises as `TrajectoryReplayBuffer.add` does.
         """
         after = tensor_dict["next"]
         truncated = after["truncations"].bool()
@@ -104,7 +104,7 @@ class SimpleReplayBuffer:
         self.buffer.begin_episodes()
 
     def sample(self, batch_size: int) -> Any:
-        """Sample a TensorDict of `n_env * batch_size` transitions, with "key" and "weight" beside the usual entries.
+        """Sample a TensorDict of `n_env * batch_size` transitions, with "key" and "weight" in addition.
 
         "effective_n_steps" in "next" are the steps of each window, `n_steps` where an episode terminated. Raises
         RuntimeError before `n_steps + 1` steps are stored.

@@ -28,9 +28,9 @@ class TorchUniformBuffer:
     min_length:        stored transitions from which `can_sample` is true.
     sample_batch_size: rows of a sample.
     device_type:       "cpu", "cuda" or "cuda:1".
-    sampler:           priorities are given by `buffer.buffer.update_priorities(batch["key"], td_error)`, and
-                       `batch["weight"]` weighs the loss.
-    dtype:             in which float observations are stored, such as torch.bfloat16; samples are float32.
+    sampler:           for priorities, call `buffer.buffer.update_priorities(batch["key"], td_error)` and weight the
+                       loss by `batch["weight"]`.
+    dtype:             of stored float observations, such as torch.bfloat16; samples are float32.
     seed:              seed of sampling.
 
     `buffer` is the underlying TrajectoryReplayBuffer. `save` writes a folder, not a pickle.
@@ -91,9 +91,9 @@ class TorchUniformBuffer:
     def sample(self) -> dict[str, Tensor]:
         """Sample `sample_batch_size` transitions; flags are floats.
 
-        Beside the usual entries there are "key", "weight" and "discount": gamma to the power of the steps in the
-        window, which may be fewer than `n_step` where an episode was truncated, and 0 where it terminated. Raises
-        RuntimeError where `can_sample` is false.
+        Batches also have "key", "weight" and "discount": gamma to the power of the steps in the window, which may be
+        fewer than `n_step` if an episode was truncated, and 0 if it terminated. Raises RuntimeError while `can_sample`
+        is false.
         """
         batch = self.buffer.sample(self._batch)
         return {

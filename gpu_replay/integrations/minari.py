@@ -23,14 +23,14 @@ from gpu_replay.spaces import step_fields
 
 
 def from_minari(dataset: MinariDataset | str, capacity: int | None = None, **settings: Any) -> TrajectoryReplayBuffer:
-    """A buffer of one stream that holds the episodes of a dataset, one after the other.
+    """Make a buffer of one stream that holds the episodes of a dataset, one after the other.
 
     dataset:  an open dataset, or the name of a local one; `minari.load_dataset(name, download=True)` downloads it.
     capacity: number of steps to keep, the last ones. The default holds all of them, `total_steps + total_episodes`,
               because the last observation of an episode takes a row of its own.
     settings: arguments of `TrajectoryReplayBuffer.from_spaces`: n_step, stack, sampler, device, seed, dtypes.
 
-    Raises TypeError for spaces without a fixed shape, such as Text, ValueError for an episode that goes on after it
+    Raises TypeError for spaces without a fixed shape, such as Text, ValueError for an episode that continues after it
     ended, FileNotFoundError for a name not found here.
     """
     if isinstance(dataset, str):

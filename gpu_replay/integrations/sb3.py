@@ -7,7 +7,7 @@
     model = PrioritizedDQN("MlpPolicy", env, n_steps=3, replay_buffer_kwargs={"sampler": Proportional(beta=0.4)})
     rb = SB3ReplayBuffer(10_000, space, actions, device, handle_timeout_termination=False)    # in a loop of CleanRL
 
-`train()` stays that of Stable-Baselines3. Weighting row i of the loss by w_i is the same as multiplying row i of the
+Stable-Baselines3's `train()` stays. Weighting row i of the loss by w_i is the same as multiplying row i of the
 gradient at the network's output by w_i, so hooks on the networks apply the weights.
 """
 
@@ -48,8 +48,8 @@ class SB3ReplayBuffer(PlainReplayBuffer):
     handle_timeout_termination: whether `infos` mark the steps at which a time limit ended an episode, done or not;
                      False ignores `infos`.
     sampler:         the sampler of the ReplayBuffer; only the Prioritized algorithms of this module update priorities.
-    n_steps, gamma:  n-step returns, like those of Stable-Baselines3's `NStepReplayBuffer`. With more than one step
-                     each observation is stored once, and `gamma` must be given: a buffer cannot see the algorithm's.
+    n_steps, gamma:  n-step returns, as in Stable-Baselines3's `NStepReplayBuffer`. With more than one step the buffer
+                     stores each observation once, and needs `gamma`: it cannot see the algorithm's.
     seed:            seed of sampling.
 
     `storage` is the underlying ReplayBuffer, or TrajectoryReplayBuffer for more than one step; it replaces the arrays

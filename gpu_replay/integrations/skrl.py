@@ -4,8 +4,8 @@
 
     memory = ReplayMemory(memory_size=10_000, num_envs=env.num_envs, device=device)
 
-`memory` takes the place of a `RandomMemory`. The agents do not weigh their losses: priorities need an agent that does,
-and `memory.buffer.update_priorities(memory.get_sampling_indexes(), td_error)`.
+`memory` replaces a `RandomMemory`. skrl's agents do not weight their losses: priorities need an agent that does, and
+that calls `memory.buffer.update_priorities(memory.get_sampling_indexes(), td_error)`.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class ReplayMemory(Memory):
     """The last `memory_size` steps of `num_envs` environments.
 
     memory_size: steps of each environment.
-    device:      by default that of skrl.
+    device:      default: skrl's.
     sampler:     by default each row is drawn independently, as by RandomMemory with `replacement=True`.
-    dtype:       in which float observations and states are stored, such as torch.bfloat16; samples have the dtype that
-                 the agent asks for.
+    dtype:       of stored float observations and states, such as torch.bfloat16; samples have the dtype that the agent
+                 asks for.
     seed:        seed of sampling.
 
-    A step is stored with the next call, which brings the observation after it: where that is another one than the
-    step's `next_observations`, as when the trainer resets an environment, the episode is taken as truncated, and
-    `next_observations` are kept. So samples are those of RandomMemory, also from agents that pass no `truncated`.
-    `buffer` is the underlying TrajectoryReplayBuffer, None before the first step. Tensors cannot be read or written by
+    The next call, which brings the observation after a step, stores that step. If the observation differs from the
+    step's `next_observations`, as when the trainer resets an environment, the memory takes the episode as truncated and
+    keeps `next_observations`. So samples equal RandomMemory's, even if an agent passes no `truncated`. `buffer` is the
+    underlying TrajectoryReplayBuffer, None before the first step. Tensors cannot be read or written by
     name, and there is no `export`: on-policy agents need RandomMemory.
     """
 

@@ -77,9 +77,8 @@ def warn_of_flaw(shape: StreamShape) -> None:
     else:
         _warn_caller(
             "an episode was truncated, and its final observation is not stored: windows that end there are never "
-            f"sampled. Give final_obs= to add; the buffer keeps {shape.finals:,} of them, and where all belong to "
-            "stored steps, needs a larger final_capacity. stats().lost_truncations counts them; this warning comes "
-            "once."
+            f"sampled. Give final_obs= to add. The buffer keeps {shape.finals:,} final observations; if all are in "
+            "use, raise final_capacity. stats().lost_truncations counts them; this warning comes once."
         )
 
 

@@ -68,7 +68,7 @@ class MassRule:
 
     @cached_property
     def _bounds(self) -> tuple[float, float]:
-        """The largest number whose power is taken, which is then at least that of any limit, and the smallest."""
+        """The largest and the smallest number raised to `alpha`; the power of the largest reaches any limit."""
         top = 2 ** (TOP_EXPONENT / self.alpha) if self.alpha * 1024 > TOP_EXPONENT else sys.float_info.max
         return min(self.clip, top), TINY if self.eps < TINY else 0.0
 

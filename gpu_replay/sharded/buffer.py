@@ -37,12 +37,12 @@ class ShardedReplayBuffer(SharedSettings):
     """A replay buffer over all ranks of a `torch.distributed` process group; each rank stores a shard on its device.
 
     capacity: transitions on all ranks together, rounded down to a multiple of the number of ranks R; at least R.
-    fields:   name to Field, as in `ReplayBuffer`; the same on every rank, and so are sampler, mode and seed.
+    fields:   name to Field, as in `ReplayBuffer`. Fields, sampler, mode and seed must be the same on every rank.
     sampler:  Uniform, Proportional, RankBased, Latest or Combined. RankBased works in local mode only, with
               `normalize="batch"`: ranks over all shards would need a sort over all shards for every sample.
-    mode:     "local": each rank samples from its own shard, no transition is sent, and one small message corrects the
-              weights to those of the whole buffer. "global": the ranks together sample exactly what one buffer
-              would, and rows are sent to the ranks that asked for them.
+    mode:     "local": each rank samples from its own shard, sends no transition, and corrects its weights to those of
+              the whole buffer by one small message. "global": the ranks together sample exactly what one buffer would,
+              and send rows to the ranks that asked for them.
     group:    a `torch.distributed` process group; None is the default group. Messages use NCCL for shards on GPUs and
               gloo for shards on CPUs. A buffer over all ranks of the program makes its own process group.
     device:   of the shard; None is the GPU of the local rank with NCCL, else the CPU.
@@ -61,10 +61,10 @@ class ShardedReplayBuffer(SharedSettings):
 
     If a rank dies or does not make a call, the others raise RuntimeError within `timeout`; the buffer then refuses
     every further collective call, so load a checkpoint in new processes. If the arguments or the contents of one rank
-    do not allow a call, or ranks pass different arguments or make different calls, all ranks raise, nothing is changed,
-    and the buffer can be used further. On GPUs `add` and a local `sample` do not wait for the device: an error of
-    another rank in such a `sample` is raised by the next collective call that waits, as all others do, and if a rank
-    died meanwhile, the NCCL watchdog ends the processes that wait for it.
+    do not allow a call, or ranks pass different arguments or make different calls, all ranks raise, nothing changes,
+    and you can continue to use the buffer. On GPUs `add` and a local `sample` do not wait for the device; all other
+    calls do. The next call that waits raises the error of another rank in such a `sample`. If a rank died meanwhile,
+    the NCCL watchdog ends the processes that wait for it.
 
     Raises RuntimeError without an initialised process group, ValueError where ranks disagree or the group has no
     backend for the device, MemoryError as `ReplayBuffer` does.
@@ -195,12 +195,12 @@ class ShardedReplayBuffer(SharedSettings):
 
         batch_size: B >= 1, the same on every rank.
         beta:       exponent of the importance weights for this call, instead of the sampler's; the same on every rank.
-        returns:    fields (B, *shape), `key` (B,) int64, global, `probability` (B,) float32 that one row of all ranks'
-                    is that transition, `weight` (B,) float32, 1 for the largest on all ranks together.
+        returns:    fields (B, *shape), `key` (B,) int64, global, `probability` (B,) float32 that one row of any rank is
+                    that transition, `weight` (B,) float32, 1 for the largest over all ranks.
 
         Local mode: a row is transition i with probability q(i) = mass(i) / (R T_r), where T_r is the total mass of the
         shard. Weights are (R T_r / T) * (N mass(i) / T) ** -beta, divided by the largest, so the expected weighted mean
-        over all ranks equals that of one buffer. `Combined` and `Latest` take the newest transitions of the shard.
+        over all ranks equals one buffer's. `Combined` and `Latest` take the newest transitions of the shard.
         Global mode: one buffer with the slots of all shards, in the order of ranks, would sample `R * B` rows; this
         rank gets B of them, from row `rank * B` on. The newest transitions are those with the largest keys.
 
@@ -255,14 +255,14 @@ class ShardedReplayBuffer(SharedSettings):
         return exchange_rows(shard, assigned, table, self.rank, beta, self._group.all_to_all)
 
     def update_priorities(self, keys: Any, priorities: Any) -> None:
-        """Give the transitions with these keys new priorities, wherever they are stored; collective.
+        """Set the priorities of the transitions with these keys, wherever they are stored; collective.
 
         keys:       (m,) int64 as `batch.key`; `m` may differ between ranks, and be 0. Keys that are no longer live are
                     ignored, and counted by the rank that stored them; -1 stands for no key.
         priorities: (m,) absolute TD errors or other non-negative numbers, as in `ReplayBuffer.update_priorities`.
 
-        If a key appears twice, its last priority counts; between ranks that of the higher rank. If the arguments of one
-        rank are invalid, all ranks raise as `ReplayBuffer.update_priorities` and nothing is changed.
+        If a key appears twice, its last priority wins; between ranks the higher rank wins. If the arguments of one rank
+        are invalid, all ranks raise as `ReplayBuffer.update_priorities` does, and nothing changes.
         """
         group, shard, name = self._group, self._shard, "update_priorities"
         rows = torch.zeros((0, 2), dtype=torch.int64)
@@ -347,7 +347,7 @@ class ShardedReplayBuffer(SharedSettings):
         storage_device: torch.device | str | None = None,
         storage_path: StoragePath | None = None,
     ) -> ShardedReplayBuffer:
-        """The buffer that `save` wrote, on any number of ranks; collective.
+        """Load the buffer that `save` wrote, on any number of ranks; collective.
 
         mode: the mode of the loaded buffer; None keeps the saved one.
         storage_device, storage_path: where the shards store their fields.
