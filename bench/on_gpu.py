@@ -180,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
     plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("on_gpu.py", description=__doc__, formatter_class=plain)
+    parser = argparse.ArgumentParser("on_gpu.py", description=__doc__, formatter_class=plain, allow_abbrev=False)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: {', '.join(ROUND)})")
     parser.add_argument("--output", type=Path, help="where records go (default: bench/results/NAME-OF-THE-GPU)")
     parser.add_argument("--seconds", type=int, help="the most that each part may take, instead of its own limit")

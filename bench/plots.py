@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpu_replay.console.figures import GREY, PALETTE, panels, save
+from gpu_replay.console.markdown import number
 
 from .operations import KERNELS, OURS, short
 from .peers import PEERS
@@ -103,33 +104,30 @@ def _curve(axis: Any, records: Sequence[Record], size: Callable[[Record], int], 
     """Medians, and a band from p10 to p90; of bytes over those of the fields."""
     if not records:
         return
-    name, color, marker = records[0].implementation, _COLORS[place % len(_COLORS)], _MARKERS[place % len(_MARKERS)]
+    name = records[0].implementation
     uniform = name in PEERS and PEERS[name].uniform
-    color = GREY if uniform else color
-    look = {"marker": marker, "markersize": 4, "linewidth": 2.2 if name == OURS else 1.4, "color": color}
-    look["label"] = f"{name}, no priorities" if uniform else name
+    color, label = (GREY, f"{name}, no priorities") if uniform else (_COLORS[place % len(_COLORS)], name)
+    look = {"marker": _MARKERS[place % len(_MARKERS)], "markersize": 4, "linewidth": 2.2 if name == OURS else 1.4}
     x = [size(record) for record in records]
     low, middle, high = ([r.quantiles[q] / (r.bytes if held else 1) for r in records] for q in ("p10", "p50", "p90"))
-    axis.plot(x, middle, "-" if name == OURS else "--", **look)
+    axis.plot(x, middle, "-" if name == OURS else "--", color=color, label=label, **look)
     axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
 
 def _label_ends(axis: Any) -> None:
     """Name each line at its right end, with its last value; names keep a distance from each other."""
-    lines = sorted(axis.get_lines(), key=lambda line: float(line.get_ydata()[-1]))
     axis.figure.draw_without_rendering()
     last = float("-inf")
-    for line in lines:
+    for line in sorted(axis.get_lines(), key=lambda line: float(line.get_ydata()[-1])):
         x, y = (float(values[-1]) for values in line.get_data())
-        _, at = axis.transData.transform((x, y))
-        last = max(at, last + 0.19 * axis.figure.dpi)
-        text, offset = f"{line.get_label()}: {y:,.0f} µs", (10, (last - at) * 72 / axis.figure.dpi)
-        look = {"color": line.get_color(), "fontsize": 9, "va": "center", "annotation_clip": False}
-        axis.annotate(text, (x, y), offset, textcoords="offset points", **look)
+        at = axis.transData.transform((x, y))[1] * 72 / axis.figure.dpi
+        last = max(at, last + 13.5)
+        look = {"textcoords": "offset points", "color": line.get_color(), "va": "center", "annotation_clip": False}
+        axis.annotate(f"{line.get_label()}: {number(y)} µs", (x, y), (10, last - at), fontsize=9, **look)
 
 
-def _axes(axis: Any, sizes: Iterable[int] = (), *, linear: bool = False) -> None:
-    """Make axes logarithmic, with ticks at these sizes if given, and enough vertical ones to read a value.
+def _axes(axis: Any, sizes: Iterable[int], *, linear: bool = False) -> None:
+    """Make axes logarithmic, with ticks at these sizes, and enough vertical ones to read a value.
 
     linear: whether the vertical one is not.
     """
@@ -140,8 +138,7 @@ def _axes(axis: Any, sizes: Iterable[int] = (), *, linear: bool = False) -> None
     ticks = sorted(set(sizes))
     # of two that are close, the larger: their labels would overlap
     ticks = [size for size, after in zip(ticks, [*ticks[1:], float("inf")], strict=True) if after > 2.5 * size]
-    if ticks:
-        axis.set_xticks(ticks, [short(size) for size in ticks])
+    axis.set_xticks(ticks, [short(size) for size in ticks])
     if not linear:
         axis.set_yscale("log")
         axis.minorticks_off()
@@ -150,8 +147,7 @@ def _axes(axis: Any, sizes: Iterable[int] = (), *, linear: bool = False) -> None
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,.10g}"))
     axis.grid(visible=True, which="major", color=_FAINT, linewidth=0.6)
     axis.tick_params(labelsize=8, colors=_INK)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _finish(figure: Any, title: str, records: Sequence[Record], file: Path) -> Path:
@@ -161,14 +157,11 @@ def _finish(figure: Any, title: str, records: Sequence[Record], file: Path) -> P
     trial = ", QUICK RUN" if any(record.quick for record in records) else ""
     threads = f"{environment.threads} thread{'s' * (environment.threads > 1)}"
     clock = {"host": threads, "events": "by CUDA events", "graph": "in replayed CUDA graphs"}[records[0].timing]
-    read = "median, band from p10 to p90; lower is better"
-    place = f"{machine}, {clock}, {environment.date[:10]}{trial}"
-    figure.suptitle(f"{title}\n{read}\n{place}", fontsize=9, color=_INK)
+    about = f"median, band from p10 to p90; lower is better\n{machine}, {clock}, {environment.date[:10]}{trial}"
+    figure.suptitle(f"{title}\n{about}", fontsize=9, color=_INK)
     # each name once, whichever panels it is in
     found = {label: each for axis in figure.axes for each, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     if not figure.axes[0].texts:
-        columns = min(3, len(found))
-        figure.legend(
-            list(found.values()), list(found), loc="outside lower center", ncols=columns, fontsize=8, frameon=False
-        )
+        look = {"loc": "outside lower center", "ncols": min(3, len(found)), "fontsize": 8, "frameon": False}
+        figure.legend(list(found.values()), list(found), **look)
     return save(figure, file)

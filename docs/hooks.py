@@ -22,6 +22,7 @@ PAGES = {
     "README.md": "index.md",
     "gpu_replay/README.md": "how-it-works.md",
     "gpu_replay/integrations/README.md": "integrations.md",
+    "gpu_replay/examples/README.md": "examples.md",
     "bench/README.md": "measurements.md",
     "bench/RESULTS.md": "results.md",
     "bench/LOG.md": "log.md",

@@ -60,13 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actors += "on a local Ray, or ray://HOST:PORT of a cluster (one for each CPU); needs the extra ray"
     run.add_argument("--actors", metavar="N", help=actors)
     run.add_argument("--print-settings", action="store_true", help="print the settings of this run, and do not run")
-    flags = [f"--{name.replace('_', '-')}" for name in TYPES]
-    told = (
-        "`gpu-replay train ENV --print-settings` tells what each flag sets, and its value for ENV. Switches are turned "
-    )
-    told += f"off by --no-, as in --no-early-stop. {', '.join(flags)}"
+    kinds = {name.replace("_", "-"): without_none(kind) for name, kind in TYPES.items()}
+    flags = ", ".join(f"--{name}" + f"/--no-{name}" * (kind is bool) for name, kind in kinds.items())
+    told = f"`gpu-replay train ENV --print-settings` tells what each flag sets, and its value for ENV. {flags}"
     agent = parser.add_argument_group("the agent", textwrap.fill(told, 110, break_on_hyphens=False))
-    for flag, kind in zip(flags, map(without_none, TYPES.values()), strict=True):
+    for name, kind in kinds.items():
         # the group's description names them
         options: dict[str, Any] = {"help": argparse.SUPPRESS}
         if kind is bool:
@@ -75,4 +73,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             options["choices"] = get_args(kind)
         else:
             options["type"], options["metavar"] = READERS[get_origin(kind) or kind]
-        agent.add_argument(flag, **options)
+        agent.add_argument(f"--{name}", **options)
