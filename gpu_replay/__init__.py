@@ -11,9 +11,8 @@ if (_folder.parent / "pyproject.toml").is_file():
     __path__[:] = [str(_folder), str(_folder.parent)]
 
 if TYPE_CHECKING:
-    from gpu_replay.base.mixture import ReplayMixture
     from gpu_replay.batch import Batch
-    from gpu_replay.buffer import ReplayBuffer
+    from gpu_replay.buffer import ReplayBuffer, ReplayMixture
     from gpu_replay.errors import CheckpointError
     from gpu_replay.fields import Field
     from gpu_replay.hindsight import Hindsight
@@ -45,7 +44,7 @@ __all__ = [
 ]
 
 # modules whose names differ from the names that they export
-_MODULES = {"ReplayBuffer": "buffer", "TrajectoryReplayBuffer": "trajectory_buffer", "ReplayMixture": "base.mixture"}
+_MODULES = {"ReplayBuffer": "buffer", "TrajectoryReplayBuffer": "trajectory_buffer", "ReplayMixture": "buffer"}
 _SAMPLERS = ("Uniform", "Proportional", "RankBased", "Latest", "Combined", "LinearSchedule", "Sampler")
 _MODULES |= dict.fromkeys(_SAMPLERS, "samplers")
 _MODULES |= {"Field": "fields", "CheckpointError": "errors"}

@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import validation
 from gpu_replay.base.buffer import Buffer
+from gpu_replay.base.mixture import ReplayMixture as ReplayMixture
 from gpu_replay.base.refusals import hint_from_spaces
 from gpu_replay.batch import Batch
 from gpu_replay.engines.device import DeviceEngine

@@ -1,38 +1,22 @@
 """A task on which priorities pay: fetch a key, pass a door, reach a goal; the one reward is there.
 
-    python -m gpu_replay.examples.key_door
-    python -m gpu_replay.examples.key_door --sampler uniform
+    gpu-replay train gpu_replay.examples.key_door:KeyDoor-v0 --steps 150000 --n-step 3 --persistence 0.5 \\
+      --epsilon-end 0.1 --epsilon-steps 100000 --learning-rate-end 1e-3 --eval-every 5000
 
-trains the agent of `gpu-replay train`, whose flags these are. While it explores, about one step in a thousand is
-rewarded. Proportional replay draws these steps, and those before them whose values they changed, far more often than
-uniform replay does.
+and the same with `--sampler uniform`. While the agent explores, about one step in a thousand is rewarded. Proportional
+replay draws these steps, and those before them whose values they changed, far more often than uniform replay does.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from gpu_replay import cli
-
-NAME = "KeyDoor-v0"
 SIDE, WALL, DOOR, KEY, GOAL = 8, 4, 7, (7, 0), (0, 7)
 MOVES = ((1, 0), (-1, 0), (0, 1), (0, -1))
-# tried once, with seeds 30 and 31 of both samplers: exploration lasts long enough to find the goal
-SETTINGS = {
-    "steps": 150_000,
-    "n-step": 3,
-    "persistence": 0.5,
-    "epsilon-end": 0.1,
-    "epsilon-steps": 100_000,
-    "learning-rate-end": 1e-3,
-    "eval-every": 5_000,
-}
 
 
 class KeyDoor(gymnasium.Env[np.ndarray, np.int64]):
@@ -71,12 +55,4 @@ class KeyDoor(gymnasium.Env[np.ndarray, np.int64]):
         return seen.reshape(-1)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Train with these settings and the flags of `gpu-replay train` in `argv`; returns the exit status."""
-    gymnasium.register(NAME, "gpu_replay.examples.key_door:KeyDoor", max_episode_steps=200, reward_threshold=0.99)
-    given = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
-    return cli.main(["train", NAME, *given, *argv])
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+gymnasium.register("KeyDoor-v0", "gpu_replay.examples.key_door:KeyDoor", max_episode_steps=200, reward_threshold=0.99)

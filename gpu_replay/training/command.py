@@ -1,8 +1,8 @@
 """Train a double DQN with prioritized replay.
 
 ENV is an Atari game (pong, breakout, ALE/Pong-v5, ...), a Gymnasium id with discrete actions and Box observations
-(CartPole-v1, Acrobot-v1, ...), or one of two games whose every step runs on the device of the buffer: catch and
-device-pong.
+(CartPole-v1, Acrobot-v1, ..., or MODULE:ID of your own module that registers it), or one of two games whose every step
+runs on the device of the buffer: catch and device-pong.
 
 examples:
   gpu-replay train catch                            seconds on a CPU

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,16 +90,23 @@ class EnvironmentId:
 def identify(name: str) -> EnvironmentId:
     """Look up an environment: `catch`, `device-pong`, a ROM name or ALE id, or a registered Gymnasium id.
 
-    Raises UserError with the closest known names, or with the missing package.
+    `MODULE:ID` imports first the module that registers it, as `gymnasium.make` does. Raises UserError with the closest
+    known names, or with the missing package or module.
     """
     if name in ("catch", "device-pong"):
         return EnvironmentId(name, name)
     require("gymnasium", purpose=f"environment {name!r}")
     import gymnasium
 
+    module, _, name_there = name.rpartition(":")
+    if module:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise UserError(f"{name!r} is of module {module!r}, which cannot be imported: {error}") from None
     known = set(gymnasium.registry)
-    if name in known:
-        registered = gymnasium.registry[name]
+    if name_there in known:
+        registered = gymnasium.registry[name_there]
         if str(registered.entry_point).startswith("ale_py"):
             return EnvironmentId(registered.kwargs["game"], "atari")
         return EnvironmentId(name, "gymnasium")

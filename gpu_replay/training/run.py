@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 import time
 import warnings
@@ -113,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _default_output(options: argparse.Namespace) -> Path:
     """A folder whose name says what is run; ranks that torchrun starts again find it."""
-    name = options.source.name if options.source is not None else identify(options.env).name.replace("/", "-")
+    name = options.source.name if options.source is not None else re.sub("[/:]", "-", identify(options.env).name)
     return Path("runs") / f"{name}-seed{options.seed or 0}-{launch() or time.strftime('%Y%m%d-%H%M%S')}"
 
 

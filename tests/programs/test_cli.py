@@ -91,6 +91,7 @@ train catch --device cuda => --device: device 'cuda' | no CUDA device
 train catch --network nature => --network nature needs images
 train catch --device cpu --capacity 2e9 => the buffer needs | Lower --capacity
 study cliffwalk --states-max 21 --output new => must be 2 to 20
+train no_such_module:Maze-v0 => cannot be imported: No module named 'no_such_module'
 train CartPoel-v1 => unknown environment 'CartPoel-v1'. Did you mean CartPole-v1
 train Pendulum-v1 => actions Box | needs Discrete ones
 train catch --output {here}/file/run => cannot be written: Not a directory

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,19 +62,6 @@ def test_a_door_opens_for_who_has_the_key_and_the_goal_alone_is_rewarded() -> No
     assert walk(right, *[down] * 7, right, right, right, right) == (7 * 8 + 3, 0, False)
     assert walk(*[down] * 7, *[right] * 7, *[up] * 6) == (64 + 8 + 7, 0, False)
     assert walk(*[down] * 8, left, *[right] * 7, *[up] * 7) == (64 + 7, 1, True)
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_the_key_and_the_door_are_trained_on_with_the_flags_of_train(tmp_path: Path) -> None:
-    pytest.importorskip("gymnasium")
-    from gpu_replay.examples import key_door
-
-    assert (
-        key_door.main(["--steps", "1500", "--sampler", "uniform", "--device", "cpu", "--output", str(tmp_path / "run")])
-        == 0
-    )
-    settings = json.loads((tmp_path / "run" / "settings.json").read_text())
-    assert (settings["n_step"], settings["sampler"], settings["steps"]) == (3, "uniform", 1500)
 
 
 @pytest.mark.slow

@@ -252,6 +252,11 @@ def test_a_run_that_diverges_says_so_in_a_line(tmp_path: Path, capsys: pytest.Ca
 ATARI = ["--num-envs", "4", "--capacity", "1000", "--warmup", "300", "--batch-size", "8", "--steps", "400"]
 DOORS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "CartPole-v1": (["--steps", "3000", "--eval-episodes", "3"], {"reward_threshold": 475, "stopped_by": "steps"}),
+    # a module that registers it
+    "gpu_replay.examples.key_door:KeyDoor-v0": (
+        ["--steps", "3000", "--eval-episodes", "1"],
+        {"reward_threshold": 0.99},
+    ),
     "pong": ([*ATARI, "--eval-episodes", "2", "--eval-max-steps", "50"], {"eval_length_mean": 50}),
 }
 
