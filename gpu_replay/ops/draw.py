@@ -232,8 +232,7 @@ def make_draw(
     from gpu_replay.kernels.draw import draw_kernel, draw_sequences_kernel
 
     by_priority = by != "uniform" and drawn > 0
-    if not by_priority:
-        by, replacement = "uniform", replacement or drawn == 0
+    by, replacement = by if by_priority else "uniform", replacement or by_priority or not drawn
     if tracks_eligibility and starts is None and (by == "uniform" or drawn < batch):
         raise RuntimeError("there is no tree of eligible starts to draw uniformly, or the newest, from.")
     interpreted = counters.device.type == "cpu"
@@ -245,7 +244,7 @@ def make_draw(
     alone = by_priority or rule is not None
     newest = starts.levels if starts is not None and alone and drawn < batch else ()
     # none where all rows are the newest
-    blocks_once = blocks_for(PERMUTATION_WORDS if drawn and not (by_priority or replacement) else drawn)
+    blocks_once = blocks_for(drawn if replacement else PERMUTATION_WORDS)
     # a draw a thread; programs of one warp where it searches, so that a small batch spreads over a GPU
     searches = by != "uniform" or tracks_eligibility
     draws = per_program(32 if searches else 128, batch, interpreted)
@@ -267,10 +266,9 @@ def make_draw(
             SKIPS=skipped > 0,
         )
     else:
-        walks = not (by_priority or replacement)
         # all places of the stream that a sample on the host may take
-        blocks, envs = blocks_once if walks else blocks_once * (2 + REDRAWS), streams.shape.num_envs
-        programs = min(1, drawn) if walks else -(-drawn // draws)
+        blocks, envs = blocks_once * (2 + REDRAWS) if replacement else blocks_once, streams.shape.num_envs
+        programs = -(-drawn // draws) if replacement else 1
         launch = Launch(
             draw_sequences_kernel,
             programs + (drawn < batch),
@@ -286,7 +284,7 @@ def make_draw(
             blocks_drawn=blocks,
             blocks_once=blocks_once,
             drawing=programs,
-            REPLACEMENT=not walks,
+            REPLACEMENT=replacement,
         )
     minima = programs if by_priority else 0
     blocks += blocks_for(batch if shifted else 0)
