@@ -454,7 +454,7 @@ class Proportional(_Prioritized):
         tree, doubles = host.masses, host.random.doubles(rows)
         within = host.range(tree, skipped) if skipped else ALL
         over_buffer = self.normalizes_over_buffer
-        drawn = draw_by_mass(tree, doubles, stratified=self.stratified, of_all=over_buffer, within=within)
+        drawn = draw_by_mass(tree, doubles, stratified=self.stratified, over_buffer=over_buffer, within=within)
         _some(drawn.mass)
         weight = weights_of(drawn.ratio, self.beta_at(host.step) if beta is None else beta)
         return HostDraw(drawn.slots, drawn.probability, weight)

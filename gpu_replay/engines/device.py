@@ -94,11 +94,7 @@ class DeviceEngine:
             moved, given = sampling.on_device(values, priorities, ready)
             new_keys, add = self._adds(rows, None if given is None else given.dtype)
             keys = new_keys()
-            sampling.changed()
-            earlier, sampling.interrupted = sampling.interrupted, not sampling.order.captures
-            add(moved, given, keys, ready)
-            sampling.count_added(rows)
-            sampling.interrupted = earlier
+            sampling.launch_add(rows, add, moved, given, keys, ready)
         return keys
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:

@@ -132,6 +132,16 @@ class DeviceSampler:
         """Whether the calls of this moment go into a graph instead of to the device."""
         return self.order.capturing()
 
+    def launch_add(self, rows: int, launch: Callable[..., None], *arguments: object) -> None:
+        """Launch an `add` of so many rows, within `ordered`, and count them."""
+        if self._ranks is not None:
+            self._ranks.changed(self.order.captures)
+        # an interrupt that comes from here on leaves a note that the host must look
+        earlier, self.interrupted = self.interrupted, not self.order.captures
+        launch(*arguments)
+        self.count_added(rows)
+        self.interrupted = earlier
+
     def count_added(self, rows: int) -> None:
         """Count the rows of an `add` or a replay; those of an `add` that is captured whoever replays it, or nobody."""
         if not self.order.captures:

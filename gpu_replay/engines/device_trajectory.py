@@ -128,11 +128,7 @@ class TrajectoryDeviceEngine:
             moved, given = sampling.on_device(values, priorities, ready)
             keys = self._new_keys()
             step = self._steps(None if given is None else given.dtype, final_rows is not None)
-            sampling.changed()
-            earlier, sampling.interrupted = sampling.interrupted, not sampling.order.captures
-            step(moved, final_rows, ended, cut, given, keys, ready)
-            sampling.count_added(self._shape.num_envs)
-            sampling.interrupted = earlier
+            sampling.launch_add(self._shape.num_envs, step, moved, final_rows, ended, cut, given, keys, ready)
         return keys
 
     def extend(

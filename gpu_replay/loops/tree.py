@@ -288,10 +288,10 @@ targets = loop("(int64, float64[::1], boolean, int64[::1])")(spread)
     "(int64[::1], int64[::1], int64[::1], float64[::1], boolean, boolean, int64, int64, int64, int64[::1],"
     " float32[::1], float64[::1])"
 )
-def draw(flat, starts, low, doubles, stratified, of_all, offset, mass, total, slots, probability, ratio):
+def draw(flat, starts, low, doubles, stratified, over_buffer, offset, mass, total, slots, probability, ratio):
     """Draw by mass.
 
-    doubles:     (B,) float64 in [0, 1). of_all: whether the largest weight is that of the smallest stored mass.
+    doubles:     (B,) float64 in [0, 1). over_buffer: whether the largest weight is that of the smallest stored mass.
     offset:      mass of the slots before target 0. mass, total: those drawn from and of all; total 0: draw from all.
     slots:       (B,) int64. probability: (B,) float32.
     ratio:       (B,) float64, the mass that has the largest weight over these masses.
@@ -310,7 +310,7 @@ def draw(flat, starts, low, doubles, stratified, of_all, offset, mass, total, sl
             if targets[row] >= total:
                 targets[row] -= total
     locate_all(flat, starts, targets, slots)
-    least = lowest_of(flat, low) if of_all else NO_MASS
+    least = lowest_of(flat, low) if over_buffer else NO_MASS
     for row in range(slots.size):
         targets[row] = flat[slots[row]]
         least = min(least, targets[row])

@@ -45,14 +45,14 @@ class HostWords:
     """Philox-4x64-10 words of one stream, from one generator that is kept while positions follow each other.
 
     block: the next one, by which a draw sets where it begins. Block `b` is what `numpy.random.Philox(counter=b,
-           key=[seed, stream])` gives first.
+           key=[seed, 0])` gives first.
 
     Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
     """
 
-    def __init__(self, seed: int, stream: int = 0, block: int = 0) -> None:
+    def __init__(self, seed: int, block: int = 0) -> None:
         self.block = block
-        self._key = np.array([seed & (2**64 - 1), stream], dtype=np.uint64)
+        self._key = np.array([seed & (2**64 - 1), 0], dtype=np.uint64)
         # where the generator stands
         self._reached = -1
         self._generator = np.random.Generator(np.random.Philox(key=self._key))

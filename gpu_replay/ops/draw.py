@@ -104,16 +104,16 @@ class MassDraw(NamedTuple):
 
 
 def draw_by_mass(
-    tree: MassTree, doubles: np.ndarray, *, stratified: bool, of_all: bool = False, within: DrawRange = ALL
+    tree: MassTree, doubles: np.ndarray, *, stratified: bool, over_buffer: bool = False, within: DrawRange = ALL
 ) -> MassDraw:
     """Host: draw one slot for each of (B,) float64 in [0, 1).
 
-    of_all: whether the largest weight is that of the smallest stored mass, of a tree that keeps it, or of the batch.
+    over_buffer: whether the largest weight is that of the smallest stored mass, which the tree keeps, or of the batch.
     """
     batch, (flat, starts, low, *_), (offset, mass, total) = doubles.size, tree.host, within
     slots, probability, ratio = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.float32), np.empty(batch)
     mass = tree_loops.draw.compiled()(
-        flat, starts, low, doubles, stratified, of_all, offset, mass, total, slots, probability, ratio
+        flat, starts, low, doubles, stratified, over_buffer, offset, mass, total, slots, probability, ratio
     )
     return MassDraw(slots, probability, ratio, mass)
 

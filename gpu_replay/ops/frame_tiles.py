@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gpu_replay.fields import Field
 from gpu_replay.ops.launch import per_program
-from gpu_replay.ops.ring import Layout, Tile, layout_of, piece_columns, tile_for, tile_of
+from gpu_replay.ops.ring import Layout, Tile, interpreted_tile, layout_of, piece_columns, tile_for
 
 # bytes of a tile, read or written, of 4 warps
 _TILE = 8192
@@ -36,7 +36,7 @@ def frame_tile(field: Field, rows: int, shifted: bool, interpreted: bool) -> Til
     if short:
         values = min(values, 512 * word // single)
     if interpreted:
-        return tile_of(field.elements, values, rows, interpreted)
+        return interpreted_tile(field.elements, rows)
     frames = 2 * _TILE // (width * _value_bytes(field))
     if not (short or shifted) and word == 16 and frames and field.elements >= 0.85 * width:
         return Tile(frames, width, 1)

@@ -123,17 +123,15 @@ def tile_for(field: Field, rows: int, interpreted: bool) -> Tile:
     # a thread has 8 single values, or as many 16-byte words as fit
     values = 1024 if word < 16 else min(4096, 8192 // max(single, field.output_dtype.itemsize))
     if interpreted:
-        return tile_of(field.elements, values, rows, interpreted)
+        return interpreted_tile(field.elements, rows)
     columns = piece_columns(field.elements, min(values, 32 * word // single), values)
     return Tile(min(1024, values // columns), columns, -(-field.elements // columns))
 
 
-def tile_of(elements: int, values: int, rows: int, interpreted: bool, most: int = 1024) -> Tile:
-    """The tile of at most `values` values and `most` rows, powers of two, for rows of this many elements."""
-    if interpreted:
-        values, most = 65536, 1 << (rows - 1).bit_length()
-    columns = min(values, 1 << (elements - 1).bit_length())
-    return Tile(max(1, min(most, values // columns)), columns, -(-elements // columns))
+def interpreted_tile(elements: int, rows: int) -> Tile:
+    """The tile, under the interpreter, of at most 65,536 values and no more rows than there are, powers of two."""
+    columns = min(65536, 1 << (elements - 1).bit_length())
+    return Tile(max(1, min(1 << (rows - 1).bit_length(), 65536 // columns)), columns, -(-elements // columns))
 
 
 class Layout(NamedTuple):
@@ -153,9 +151,9 @@ class Layout(NamedTuple):
     heights: tuple[int, ...] = ()
     sides: tuple[int, ...] = ()
 
-    def programs(self, count: int, begin: int = 0, end: int | None = None) -> int:
-        """Programs that move `count` rows of the fields from `begin` to `end`."""
-        tiles = list(zip(self.rows, self.chunks, strict=True))[begin:end]
+    def programs(self, count: int, begin: int = 0) -> int:
+        """Programs that move `count` rows of the fields from `begin` on."""
+        tiles = list(zip(self.rows, self.chunks, strict=True))[begin:]
         return sum(-(-count // rows) * chunks for rows, chunks in tiles)
 
 
