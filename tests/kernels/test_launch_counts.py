@@ -26,7 +26,7 @@ from gpu_replay.ops.launch import Launch, addresses
 
 # the most launches of a call; by rank, an order that is made anew after a change is one more and a sort of PyTorch
 ADDS = ("add", "add with priority", "step", "step with priority", "step with final observation")
-SAMPLES = ("sample", "sample with beta", "starts", "sequences", "strict sequences")
+SAMPLES = ("sample", "sample with beta", "starts", "sequences", "strict sequences", "sequences by stride")
 WRITES = ("write", "write of steps")
 UPDATES = ("update", "update of starts", "update of hundreds", "update of a thousand")
 LAUNCHES = dict.fromkeys((*ADDS, *UPDATES, *WRITES), 1) | {"write of thousands": 2} | dict.fromkeys(SAMPLES, 2)
