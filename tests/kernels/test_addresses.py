@@ -161,7 +161,8 @@ STARTS = {"add_step_kernel": 10, "gather_windows_kernel": 8}
 WITH_GOALS = {"add_step_kernel": 13, "gather_windows_kernel": 9}
 WITH_GOALS |= {"choose_goals_kernel": 4, "gather_kernel": 2, "draw_kernel": 1}
 BY_MASS = {"add_step_kernel": 11, "gather_windows_kernel": 7, "draw_kernel": 2, "update_kernel": 2}
-BY_MASS |= {"draw_sequences_kernel": 4}
+# masses, depths and flags; the newest starts are in the middle of this ring
+BY_MASS |= {"draw_sequences_kernel": 3}
 CASES = {
     "rows by mass": of_rows("proportional"),
     "rows, all options": of_rows("annealed", find_extreme_kernel=1),
