@@ -99,7 +99,8 @@ def summarize(runs: DataFrame) -> DataFrame:
     """
     import pandas as pd
 
-    updates = runs["updates"].where(runs["converged"], np.inf)
+    # integers would be cast back from infinite quartiles
+    updates = runs["updates"].astype(float).where(runs["converged"], np.inf)
 
     def quartile(group: Series, share: float) -> float:
         # unlike np.quantile, np.interp leaves no NaN between infinite values
