@@ -136,9 +136,7 @@ PERMUTATION_WORDS = 2 * ROUNDS_OF_FEW
 
 def slots_of(ages: np.ndarray, first: int, capacity: int) -> np.ndarray:
     """Host: slots of the live keys `first + ages`."""
-    slots = ages + first % capacity
-    slots -= (slots >= capacity) * capacity
-    return slots
+    return (ages + first) % capacity
 
 
 def permuted_ranks(count: int, batch: int, words: np.ndarray, first: int = 0) -> np.ndarray:
