@@ -12,7 +12,7 @@ def number(value: float) -> str:
     """Three significant digits, or all before the point if those are more: 0.123, 12.3, 1,234; a dash for NaN."""
     if math.isnan(value):
         return NOTHING
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:#.3g}".rstrip(".")
 
 
 def bullets(lines: Iterable[str]) -> str:

@@ -22,11 +22,17 @@ from gpu_replay.bench.records import CannotMeasure, Record, read, write
 from gpu_replay.bench.subjects import ROW_BYTES, Sampled, replay
 from gpu_replay.cli import main
 from gpu_replay.console.errors import UserError
+from gpu_replay.console.markdown import number
 from gpu_replay.console.progress import Progress
 
 CPU = torch.device("cpu")
 
 # records
+
+
+def test_numbers_have_three_digits_or_all_before_the_point() -> None:
+    found = [number(value) for value in (0.1234, 12.0, 999.4, 999.6, 1234.5, float("nan"))]
+    assert found == ["0.123", "12.0", "999", "1,000", "1,234", "–"]
 
 
 def test_a_record_survives_its_line_and_another_line_is_refused(tmp_path: Path) -> None:
