@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = " ".join(["gpu-replay", *arguments[:1]])
     try:
-        return _run(arguments)
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # whoever read the output has ended, as `head` does; the flush at exit would fail too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except UserError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
@@ -61,7 +68,7 @@ def _run(arguments: list[str]) -> int:
 def _soak(arguments: list[str]) -> int:
     """Run `tests/soak.py`, which compares with the reference implementations of the tests."""
     if not (TESTS / "soak.py").is_file():
-        raise UserError("the soak needs the tests/ of a checkout; there is none around this installation.")
+        raise UserError("the soak needs the tests/ of a checkout: install one with pip install -e .")
     sys.path[:0] = [str(TESTS), *map(str, sorted(TESTS.glob("[a-z]*/")))]
     return int(importlib.import_module("soak").main(arguments))
 

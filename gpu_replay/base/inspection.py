@@ -24,6 +24,7 @@ from gpu_replay.errors import CheckpointError
 from gpu_replay.fields import Field
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.ranks import cumulative_masses
+from gpu_replay.stats import chance_distribution
 from gpu_replay.validation import check_path
 
 if TYPE_CHECKING:
@@ -66,24 +67,13 @@ class BufferReport:
     rows: Callable[[str, np.ndarray], Tensor]
 
     @property
-    def entropy(self) -> float:
-        """Of the draw, in nats."""
-        probability = self.probability[self.probability > 0]
-        return float(-(probability * np.log(probability)).sum())
-
-    @property
-    def effective(self) -> float:
-        """Effective sample size: the number of equally likely rows with the same sum of squared probabilities."""
-        return float(1 / max((self.probability**2).sum(), 1e-300)) if self.probability.any() else 0.0
-
-    @property
     def drawable(self) -> int:
         """Rows that can be drawn."""
         return int((self.probability > 0).sum())
 
     def lines(self) -> list[str]:
         """Text of the figure: what is stored and how it is sampled."""
-        size = len(self.keys)
+        size, spread = len(self.keys), chance_distribution(self.probability)
         sizes = {name: self.capacity * field.row_bytes for name, field in self.fields.items()}
         return [
             f"{self.name}: {size:,} of {self.capacity:,} rows, {self.added:,} added",
@@ -94,8 +84,8 @@ class BufferReport:
                 for name, field in self.fields.items()
             ),
             f"ages 0 to {self.added - 1 - int(self.keys.min(initial=self.added - 1)):,} rows",
-            f"{self.drawable:,} rows can be drawn; effective sample size {self.effective:,.0f}",
-            f"entropy {self.entropy:.2f} nats of {math.log(max(self.drawable, 1)):.2f} in a uniform draw",
+            f"{self.drawable:,} rows can be drawn; effective sample size {spread.effective_sample_size:,.0f}",
+            f"entropy {spread.entropy:.2f} nats of {math.log(max(self.drawable, 1)):.2f} in a uniform draw",
             f"drawn {self.sampled.mean() if size else 0:.2f} times on average, at most {self.sampled.max(initial=0):,}",
             f"late updates {self.counters['STALE']:,}, rejected priorities {self.counters['REJECTED']:,}, cut to the "
             f"largest mass {self.counters['SATURATED']:,}",

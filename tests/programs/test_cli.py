@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -79,7 +80,7 @@ bench cpu --qui => gpu-replay bench cpu: unrecognized arguments: --qui. Did you 
 bench nonsense => invalid choice
 bench cpu --only B=7 => matches no case
 bench kernels --device cpu --timing graph => --timing graph needs a GPU
-soak --minutes 1 => needs the tests/ of a checkout
+soak --minutes 1 => needs the tests/ of a checkout | pip install -e .
 inspect {here} => neither a checkpoint of a buffer nor a run
 inspect {here}/saved => saved.png is there, and no picture of a buffer
 inspect {done} --output a.jpeg2 => .png, .pdf, .svg
@@ -191,6 +192,15 @@ def test_print_settings_lists_the_flags_of_a_run_and_writes_nothing(
         assert main(["train", "catch", "--print-settings", "--device", "cpu", *given]) == 0
         assert capsys.readouterr().out.splitlines()[1:] == lines
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_ends_early_ends_the_command_without_a_message() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "gpu_replay", "train", "catch", "--print-settings"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("command", ["train catch --actors 2", "play {done} --output video.mp4"])
