@@ -6,8 +6,6 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from itertools import count, cycle
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -312,16 +310,21 @@ def test_pong_ends_at_18_and_other_games_do_not() -> None:
         assert (evaluator.threshold, settings.eval_from, settings.eval_episodes) == (threshold, eval_from, 30)
 
 
-@pytest.mark.parametrize(("seconds", "faster"), [(0.85, True), (0.95, False), (1.5, False)])
-def test_precision_follows_from_the_machine(seconds: float, faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "instructions", "faster"),
+    [
+        ("AMD EPYC", ("avx512_bf16",), True),
+        ("AMD EPYC", (), False),
+        ("Intel Xeon", ("avx512_bf16",), False),
+        ("Intel Xeon", ("avx512_bf16", "amx_bf16"), True),
+    ],
+)
+def test_precision_follows_from_the_machine(
+    name: str, instructions: Sequence[str], faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ale_py")
-    durations = cycle((1.0, seconds))
-    # a product in float32 takes a second, the next one, in bfloat16, so many; the noise of a machine only adds to them
-    readings = (reading for lap in count() for reading in (0.0, next(durations) + (lap < 10)))
-    monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
-    assert run.bfloat16_is_faster() is faster
-    monkeypatch.undo()
-    monkeypatch.setattr(run, "bfloat16_is_faster", lambda: faster)
+    found = {"cpu_name": name, **dict.fromkeys(("avx512_bf16", "amx_bf16"), False), **dict.fromkeys(instructions, True)}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
     assert plan_of("pong").settings.bfloat16 is faster
     assert plan_of("pong", "--network", "mlp").settings.bfloat16 is False
     for flag, given in (("--bfloat16", True), ("--no-bfloat16", False)):
