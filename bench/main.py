@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         add("--quick", action="store_true", help="few sizes and repetitions: a trial, no measurement")
         only = 'cases to run: a part of the name or a glob, "N=1M", "cycle/*"'
         add("--only", metavar="PATTERN", help=only)
-        add("--skip", action="append", default=[], metavar="PATTERN", help="cases to leave out; repeatable")
+        add("--skip", action="append", default=[], metavar="PATTERN", help="cases to leave out, likewise; repeatable")
         add("--missing", action="store_true", help="only cases that --output does not hold yet")
         if name == "peers":
             add("--peer", action="append", choices=sorted(PEERS), help="only this one; repeatable")

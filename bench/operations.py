@@ -228,11 +228,15 @@ def chosen(cases: Sequence[Case], pattern: str | None, skipped: Sequence[str] = 
 
     Raises UserError with the names there are when none matches.
     """
-    found = list(cases)
-    if pattern is not None:
-        exact = [case for case in cases if pattern in case.name.split("/") or fnmatch(case.name, pattern)]
-        found = exact or [case for case in cases if pattern in case.name]
+    found = list(cases) if pattern is None else _matching(cases, pattern)
     if not found:
         names = ", ".join(case.name for case in cases)
         raise UserError(f"--only {pattern!r} matches no case. There are: {names}.")
-    return [case for case in found if not any(fnmatch(case.name, each) for each in skipped)]
+    left_out = {case.name for each in skipped for case in _matching(found, each)}
+    return [case for case in found if case.name not in left_out]
+
+
+def _matching(cases: Sequence[Case], pattern: str) -> list[Case]:
+    """Cases with the pattern between slashes, or as a glob of the name; if there are none, those that contain it."""
+    exact = [case for case in cases if pattern in case.name.split("/") or fnmatch(case.name, pattern)]
+    return exact or [case for case in cases if pattern in case.name]

@@ -96,7 +96,14 @@ def test_bytes_that_must_move_by_hand() -> None:
 
 
 def test_a_pattern_chooses_cases() -> None:
-    for pattern, skipped, count in (("N=10k", [], 3), ("cycle/*", ["*N=1M*"], 6), ("*N=1M/B=32", [], 1), ("0k", [], 6)):
+    for pattern, skipped, count in (
+        ("N=10k", [], 3),
+        ("cycle/*", ["*N=1M*"], 6),
+        ("cycle/*", ["N=1M"], 6),
+        ("N=10k", ["32", "B=2"], 1),
+        ("*N=1M/B=32", [], 1),
+        ("0k", [], 6),
+    ):
         assert len(chosen(cycle_cases(), pattern, skipped)) == count
     with pytest.raises(UserError, match="'B=7' matches no case.*cycle/N=10k/B=32"):
         chosen(cycle_cases(), "B=7")
