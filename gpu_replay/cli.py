@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
 import time
 from collections.abc import Sequence
@@ -30,19 +31,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(arguments)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        # whoever read the output has ended, as `head` does; the flush at exit would fail too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except UserError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except (OSError, MemoryError) as error:
-        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+        if not (isinstance(error, BrokenPipeError) and _reader_has_ended()):
+            print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
+
+
+def _reader_has_ended() -> bool:
+    """Whether the reader of standard output has ended, as `head` does; the flush at exit then goes nowhere."""
+    output, poll = 1, select.poll()
+    poll.register(output, 0)
+    ended = any(event & select.POLLERR for _, event in poll.poll(0))
+    if ended:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return ended
 
 
 def _run(arguments: list[str]) -> int:

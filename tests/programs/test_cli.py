@@ -203,6 +203,15 @@ def test_a_reader_that_ends_early_ends_the_command_without_a_message() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_a_pipe_of_its_own_that_breaks_is_an_error(capsys: Capture, monkeypatch: Patch) -> None:
+    def broken(options: object) -> int:
+        raise BrokenPipeError("the encoder has ended")
+
+    monkeypatch.setattr("gpu_replay.console.info.run", broken)
+    assert main(["info"]) == 1
+    assert capsys.readouterr().err == "gpu-replay info: the encoder has ended\n"
+
+
 @pytest.mark.parametrize("command", ["train catch --actors 2", "play {done} --output video.mp4"])
 def test_what_is_not_installed_is_named(command: str, catch_run: Path, capsys: Capture, monkeypatch: Patch) -> None:
     hidden = {"train": "ray", "play": "imageio"}[command.split()[0]]
