@@ -6,8 +6,8 @@ examples:
   gpu-replay estimate --capacity 1e6 --env Pendulum-v1
   gpu-replay estimate --capacity 1e6 --env pong --stack 4 --num-envs 64
   gpu-replay estimate --capacity 1e6 --num-envs 64 --field obs=84x84:uint8 --field action=int64
-With --num-envs the buffer is a trajectory buffer, which stores each frame once. Without it, and with --stack, both its
-bytes and those of a buffer of stacks are printed.
+With --num-envs the buffer is a trajectory buffer, which stores each frame once. Without it, and with --env and --stack,
+both its bytes and those of a buffer of stacks are printed.
 """
 
 from __future__ import annotations
