@@ -193,10 +193,10 @@ _ATARI: dict[str, Any] = {
     **_IMAGES,
     **_PIXELS,
     **_SMALL,
-    "steps": 1_500_000,  # a quarter of an hour of Pong on two cores, which needs half of them
-    "num_envs": 64,  # with 32 and three updates of 64 rows the median run of Pong needed twice as many updates
-    "batch_size": 128,  # and with it a step has six samples: with fewer learning starts later, more only cost time
-    "updates": 3,  # as above
+    "steps": 1_500_000,  # a quarter of an hour of Pong on two cores, which needed a third to three quarters of them
+    "num_envs": 64,  # emulators run while the network learns
+    "batch_size": 128,  # with 64, by 32 emulators, the median run of Pong needed twice as many updates
+    "updates": 3,  # six samples a step: with fewer learning starts later, more only cost time
     "frame_stack": 4,  # as in DQN
     "clip_reward": True,  # one step size for all games (Mnih et al. 2015)
     "learning_rate": 3.5e-4,  # that of batches of 64, 2.5e-4, times the root of two

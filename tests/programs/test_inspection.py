@@ -15,6 +15,7 @@ from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, T
 from gpu_replay.base.inspection import of_buffer, of_checkpoint
 from gpu_replay.checkpoint import format as checkpoint_format
 from gpu_replay.cli import main
+from gpu_replay.stats import chance_distribution
 
 pytestmark = host_only
 PICTURES = {"obs": Field((8, 9), torch.uint8), "action": Field((), torch.int64)}
@@ -41,7 +42,9 @@ def test_the_numbers_are_those_of_the_buffer(sampler: Any, tmp_path: Path) -> No
     for found in (of_buffer(buffer._buffer_state()), of_checkpoint(tmp_path / "saved")):
         assert found.keys.tolist() == buffer.keys().flip(0).tolist()
         assert int((found.probability > 0).sum()) == stats.eligible
-        text = "\n".join(found.lines())
+        text, spread = "\n".join(found.lines()), chance_distribution(found.probability)
+        assert spread.entropy == pytest.approx(stats.entropy, rel=1e-9)
+        assert spread.effective_sample_size == pytest.approx(stats.effective_sample_size, rel=1e-9)
         assert f"entropy {stats.entropy:.2f} nats" in text
         assert f"effective sample size {stats.effective_sample_size:,.0f}" in text
         assert found.sampled.sum() == round(stats.mean_times_sampled * stats.size)
