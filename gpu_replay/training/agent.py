@@ -134,7 +134,7 @@ class Agent(nn.Module):
         self.target.lower()
         self.explorer = Explorer(settings.persistence, num_envs, device, seed)
         self.updates = 0
-        self._target_every = settings.target_every
+        self._target_every, self._end_on_reward = settings.target_every, settings.end_on_reward
         self._average_gradients = average
         # a CUDA graph needs the step size and the step count on the device
         cuda = device.type == "cuda"
@@ -173,10 +173,15 @@ class Agent(nn.Module):
         network, as it is now, chooses the next action and the target network values it.
 
         batch: reward, next_obs, discount.
+
+        With `end_on_reward` the discount of a row whose reward is not 0 counts as 0.
         """
         next_obs = self.online.prepare(batch.next_obs)
         best = self.online.values(next_obs).argmax(1, keepdim=True)
-        return batch.reward + batch.discount * self.target.values(next_obs).gather(1, best).squeeze(1)
+        discount = batch.discount
+        if self._end_on_reward:
+            discount = discount.where(batch.reward == 0, 0.0)
+        return batch.reward + discount * self.target.values(next_obs).gather(1, best).squeeze(1)
 
     def update(self, batch: Batch, target: Tensor) -> Tensor:
         """Take one optimiser step on an importance-weighted Huber loss; returns (B,) absolute TD errors.

@@ -78,6 +78,14 @@ def test_gradients_are_averaged_over_ranks_before_they_are_clipped_together() ->
     assert sum(norms) ** 0.5 == pytest.approx(10, rel=1e-3)
 
 
+def test_a_reward_ends_what_is_learned_of_an_episode() -> None:
+    obs, reward = torch.randn(8, 6), torch.tensor([0.0, 1.0, -1.0, 0.0, 0.5, 0.0, 0.0, -2.0])
+    batch = Batch({**batch_of(obs, obs.flip(0)).to_dict(), "reward": reward})
+    ends, goes_on = (make_agent(end_on_reward=each).targets(batch) for each in (True, False))
+    assert torch.equal(ends, torch.where(reward == 0, goes_on, reward))
+    assert bool((goes_on != reward).all())
+
+
 def test_target_network_follows_every_so_many_updates() -> None:
     agent = make_agent(target_every=3)
     # between steps of two updates, the first time that so many are made

@@ -19,7 +19,11 @@ from gpu_replay.training.train import Trainer
 SMALL = {"capacity": 400, "batch_size": 8, "eval_episodes": 3, "learning_rate_end": 1e-5, "epsilon_steps": 90}
 SMALL |= {"eval_max_steps": 70, "eval_epsilon": 0.3}
 GAMES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("catch", {**SMALL, "num_envs": 6, "warmup": 20, "target_every": 3, "persistence": 0.5, "clip_reward": True}),
+    (
+        "catch",
+        {**SMALL, "num_envs": 6, "warmup": 20, "target_every": 3, "persistence": 0.5, "clip_reward": True}
+        | {"end_on_reward": True},
+    ),
     (
         "device-pong",
         {**SMALL, "num_envs": 5, "warmup": 16, "updates": 2, "shared_draw": True, "frame_size": 36, "hidden": (8,)}
