@@ -226,8 +226,7 @@ class Trainer:
         progress, settings = self.progress, self.settings
         # an evaluation or row that an interruption skipped comes first
         if progress.step >= progress.next_evaluation and self.agent.updates:
-            # reading the return synchronises with the device
-            if settings.eval_from is None or self.statistics.read()[1] >= settings.eval_from:
+            if settings.eval_from is None or self._form() >= settings.eval_from:
                 self._evaluate(whole=False)
             progress.next_evaluation += settings.eval_every
         if progress.step >= progress.next_row:
@@ -241,6 +240,11 @@ class Trainer:
             return "max_seconds"
         self._stop.check()
         return SAVE if self._checkpoints is not None and time.perf_counter() >= self._checkpoints.due else ""
+
+    def _form(self) -> float:
+        """The return of training of late, exploration included; synchronises with the device."""
+        most = self.environment.spec.most_points
+        return self.statistics.read()[1] if most is None else self.statistics.expected(most)
 
     def advance(self) -> None:
         """Step all environments once, with the updates; with a fleet, take its chunks or make the updates owed."""
@@ -359,6 +363,7 @@ class Trainer:
             reward = np.sign(chunk.steps["reward"]) if settings.clip_reward else chunk.steps["reward"]
             self.buffer.extend(**{**chunk.steps, "reward": reward})
             self.statistics.finish(chunk.returns, chunk.lengths)
+            self.statistics.count_points(torch.as_tensor(chunk.steps["reward"]))
             count = int(reward.size)
             progress.added += count
             progress.step += count

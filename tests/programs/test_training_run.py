@@ -61,6 +61,16 @@ def test_a_run_ends_and_is_evaluated_when_it_should(changes: dict[str, Any], rea
     assert trainer.evaluator.best.solved == ("stop_at" in changes)
 
 
+@pytest.mark.parametrize(("eval_from", "evaluations"), [(-21.0, 2), (20.0, 1)])
+def test_evaluations_of_pong_wait_for_points_and_not_for_games(eval_from: float, evaluations: int) -> None:
+    # a game takes hundreds of steps; the last evaluation closes the run
+    small = {"hidden": (8,), "warmup": 160, "eval_max_steps": 3, "eval_episodes": 2, "frame_size": 36}
+    trainer, events = make_trainer("device-pong", steps=1_600, eval_every=1_000, eval_from=eval_from, **small), Events()
+    trainer.run(events, StopRequest())
+    assert math.isnan(events.rows[-1]["return_mean"])
+    assert len(events.evaluations) == evaluations
+
+
 def test_rates_counts_and_priorities_agree(catch_run: Path) -> None:
     last, saved = read_rows(catch_run)[-1], latest(catch_run / "checkpoint")
     assert saved is not None
