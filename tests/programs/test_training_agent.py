@@ -334,7 +334,7 @@ def test_pong_ends_at_18_and_other_games_do_not() -> None:
         settings = plan.settings
         with closing(plan.environment.make(1, settings, CPU)) as games:
             evaluator = Evaluator(games, settings, device=CPU, seed=0, stop=StopRequest())
-        assert (evaluator.threshold, settings.eval_from, settings.eval_episodes) == (threshold, eval_from, 30)
+        assert (evaluator.threshold, settings.eval_from, settings.eval_episodes) == (threshold, eval_from, 20)
 
 
 @pytest.mark.parametrize(

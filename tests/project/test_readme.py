@@ -150,7 +150,7 @@ def test_versions_agree() -> None:
 
 
 def test_pong_is_won_as_fast_as_the_readme_says() -> None:
-    runs = [json.loads(path.read_text()) for path in (ROOT / "bench/results/pong-cpu").glob("*/summary.json")]
+    runs = [json.loads(path.read_text()) for path in (ROOT / "bench/results/pong-proportional").glob("*/summary.json")]
     assert len(runs) == 10
     assert "average of +18 (of 21) with each of ten seeds, within fifteen minutes" in README
     assert min(run["eval_return_mean"] for run in runs) >= 18
