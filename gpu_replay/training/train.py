@@ -226,7 +226,7 @@ class Trainer:
         progress, settings = self.progress, self.settings
         # an evaluation or row that an interruption skipped comes first
         if progress.step >= progress.next_evaluation and self.agent.updates:
-            if settings.eval_from is None or self._form() >= settings.eval_from:
+            if settings.eval_from is None or self._recent_return() >= settings.eval_from:
                 self._evaluate(whole=False)
             progress.next_evaluation += settings.eval_every
         if progress.step >= progress.next_row:
@@ -241,8 +241,8 @@ class Trainer:
         self._stop.check()
         return SAVE if self._checkpoints is not None and time.perf_counter() >= self._checkpoints.due else ""
 
-    def _form(self) -> float:
-        """The return of training of late, exploration included; synchronises with the device."""
+    def _recent_return(self) -> float:
+        """The latest return of training, exploration included; synchronises with the device."""
         most = self.environment.spec.most_points
         return self.statistics.read()[1] if most is None else self.statistics.expected(most)
 
@@ -470,9 +470,9 @@ class Trainer:
         agent, statistics, games = state["agent"], state["statistics"], state["actors"]
         if len(state["actions"]) != len(self._actions):
             # what belongs to single environments stays this trainer's own
-            own, games = self.agent.state_dict(), None
+            own, running, games = self.agent.state_dict(), self.statistics.state_dict(), None
             agent = agent | {name: own[name] for name in own if name.startswith("explorer.")}
-            statistics = self.statistics.state_dict() | {name: statistics[name] for name in ("finished", "count")}
+            statistics = statistics | {name: running[name] for name in ("returns", "lengths")}
         self.agent.load_state_dict(agent)
         self.statistics.load_state_dict(statistics)
         self.watch.seconds = dict(state["part_seconds"])
