@@ -1,6 +1,6 @@
 """Returns of several groups of runs in one picture, over steps and over minutes, and a table of when they were solved.
 
-    python docs/evidence/curves.py FILE.png "proportional=bench/results/pong-proportional/seed-*" "rank=runs/rank/*"
+    python docs/evidence/curves.py FILE.png "proportional=bench/results/pong-cpu/seed-*" "rank=runs/rank/*"
 
 A run is a folder of `gpu-replay train`, one of RL Baselines3 Zoo, or a file of `dqn_atari.py` (seconds, steps, return
 of each episode). A line is the median of a group's runs, whose number is in brackets; its band reaches from the lowest

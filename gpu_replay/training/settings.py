@@ -194,7 +194,7 @@ _ATARI: dict[str, Any] = {
     **_IMAGES,
     **_PIXELS,
     **_SMALL,
-    "steps": 1_500_000,  # twice what Pong needed with the slowest of five seeds
+    "steps": 1_500_000,  # one and a half times what Pong needed with the slowest of ten seeds
     "num_envs": 64,  # emulators run while the network learns
     "batch_size": 128,  # with 64, by 32 emulators, the median run of Pong needed twice as many updates
     "updates": 3,  # six samples a step: with fewer learning starts later, more only cost time

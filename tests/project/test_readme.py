@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -150,11 +151,12 @@ def test_versions_agree() -> None:
 
 
 def test_pong_is_won_as_fast_as_the_readme_says() -> None:
-    runs = [json.loads(path.read_text()) for path in (ROOT / "bench/results/pong-proportional").glob("*/summary.json")]
+    runs = [json.loads(path.read_text()) for path in (ROOT / "bench/results/pong-cpu").glob("*/summary.json")]
     assert len(runs) == 10
-    assert "average of +18 (of 21) with each of ten seeds, within fifteen minutes" in README
     assert min(run["eval_return_mean"] for run in runs) >= 18
-    assert max(run["wall_seconds"] for run in runs) < 15 * 60
+    minutes = [run["wall_seconds"] / 60 for run in runs]
+    found = f"in {median(minutes):.0f} minutes on two CPU cores (median; {min(minutes):.1f} to {max(minutes):.1f})"
+    assert f"average of +18 (of 21) with each of ten seeds, {found}" in " ".join(README.split())
 
 
 def test_the_tree_on_the_page_for_developers_names_every_folder() -> None:
