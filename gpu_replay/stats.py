@@ -37,8 +37,12 @@ class Stats:
                            free: windows that end there are never sampled. Give `final_obs=`, or raise `final_capacity`.
     unexpected_resets:     steps after an ending, with `autoreset="next_step"`, that have a reward or a flag; a reset
                            step has neither, so the loop or the environment seems to reset in another way.
+    nonfinite_rewards:     rewards that were NaN or infinite; returns that contain them are, too.
+    lost_terminal_obs:     final observations of terminated episodes, with `terminal_obs` or `relabel`, that found no
+                           place, or lost it to one of a truncated episode: `next_obs` is the last observation there.
+                           Raise `final_capacity`.
 
-    Only trajectory buffers count the last two.
+    Only trajectory buffers count the last four.
     """
 
     size: int
@@ -58,6 +62,8 @@ class Stats:
     saturated_priorities: int
     lost_truncations: int
     unexpected_resets: int
+    nonfinite_rewards: int
+    lost_terminal_obs: int
 
 
 @dataclass(frozen=True)

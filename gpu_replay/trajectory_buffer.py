@@ -67,12 +67,17 @@ class TrajectoryReplayBuffer(Buffer):
     sampler:        Uniform, Proportional, RankBased, Latest, Combined, or one of your own.
     device:         by default "cuda" if torch finds a CUDA device, else "cpu".
     seed:           of the random stream.
-    final_capacity: number of final observations of truncated episodes to keep, with "same_step" and "disabled".
-                    Default: as many as fit in max(3 MiB, 32 bytes * capacity), at least one per 32 steps (3% of the
-                    frames) and one per environment. When all are in use, newly truncated windows are not sampled until
-                    an old one is overwritten: `stats().lost_truncations` counts them, and the first one warns.
-    relabel:        Hindsight, for goals: rewrites goals and rewards of a share of every batch; needs `n_step=1`. The
-                    buffer then keeps final observations of terminated episodes too.
+    final_capacity: number of final observations to keep, with "same_step" and "disabled". Default: as many as fit in
+                    max(3 MiB, 32 bytes * capacity), at least one per 32 steps (3% of the frames) and one per
+                    environment. When all are in use, newly truncated windows are not sampled until an old one is
+                    overwritten: `stats().lost_truncations` counts them, and the first one warns.
+    terminal_obs:   whether to keep final observations of terminated episodes too, so that `next_obs` of a terminated
+                    window is its final observation, as with "next_step": for world models, or statistics of
+                    observations. Truncated episodes take their places where places are few;
+                    `stats().lost_terminal_obs` counts terminated ones without a place, whose `next_obs` is the last
+                    observation before. Set `final_capacity` where episodes are short.
+    relabel:        Hindsight, for goals: rewrites goals and rewards of a share of every batch; needs `n_step=1`.
+                    Implies `terminal_obs`; truncated and terminated episodes then share the places.
     storage_device, storage_path: where the fields are, as in `ReplayBuffer`; rewards, flags and final observations
                     stay with the priorities.
 
@@ -107,6 +112,7 @@ class TrajectoryReplayBuffer(Buffer):
         device: torch.device | str | None = None,
         seed: int = 0,
         final_capacity: int | None = None,
+        terminal_obs: bool = False,
         relabel: Hindsight | None = None,
         storage_device: torch.device | str | None = None,
         storage_path: StoragePath | None = None,
@@ -114,7 +120,7 @@ class TrajectoryReplayBuffer(Buffer):
         checked = check_stream_fields(fields)
         mode = autoreset_name(autoreset)
         given = StreamSettings(
-            capacity, num_envs, stack, n_step, gamma, mode, padding, random_shift, final_capacity, relabel
+            capacity, num_envs, stack, n_step, gamma, mode, padding, random_shift, final_capacity, terminal_obs, relabel
         )
         self._settings = given.checked(checked)
         self._shape = self._settings.shape
@@ -240,8 +246,8 @@ class TrajectoryReplayBuffer(Buffer):
         final_obs: `[E, *shape]` last observations of the episodes that ended with this step; other rows are not read.
                    For several observation fields a dictionary (or `final_obs.NAME`). Also Gymnasium's
                    `info.get("final_obs")`: an object array of observations, None where nothing ended. Give it with
-                   "same_step" and "disabled", to bootstrap truncated episodes (and terminated ones, with `relabel`);
-                   ValueError with "next_step".
+                   "same_step" and "disabled", to bootstrap truncated episodes, and with `terminal_obs` for
+                   `next_obs` of terminated ones; ValueError with "next_step".
 
         With `autoreset="next_step"` only the observation of a step after an ending counts; the first such step with a
         reward or a flag, which a reset step does not have, warns (UserWarning). With the other modes the first
@@ -261,15 +267,14 @@ class TrajectoryReplayBuffer(Buffer):
         if final_obs is not None or fields.keys() != self._step_fields.keys():
             fields, finals = self._input.split(fields, final_obs)
         values, envs, ready, single = self._rows_of(fields, self._settings.num_envs)
-        terminated, truncated = values.pop("terminated"), values.pop("truncated")
         if single:
             finals = {name: [value] for name, value in finals.items()}
-        final_rows = self._input.finals(finals, terminated, truncated) if finals else None
+        final_rows = self._input.finals(finals, values["terminated"], values["truncated"]) if finals else None
         if priority is not None:
             given = validation.with_axis(priority) if single else priority
             priority = validation.as_priorities("priority", given, envs, self._device, as_array=self._on_host)
         with self._lock:
-            return self._engine.add_step(values, terminated, truncated, priority, final_rows, ready)
+            return self._engine.add_step(values, priority, final_rows, ready)
 
     def extend(self, *unnamed: Never, priority: Any = None, final_obs: Any = None, **fields: Any) -> Tensor:
         """Store T steps of all `E` environments and return their keys, (T, E) int64 on the buffer's device.
@@ -339,15 +344,16 @@ class TrajectoryReplayBuffer(Buffer):
         A window has `m` steps: `n_step`, or fewer if the episode ends. A batch holds:
 
         obs:         (B, S, *shape), without the stack axis when S is 1.
-        next_obs:    the same m steps later; meaningless where `discount` is 0.
+        next_obs:    the same m steps later; of a terminated window its final observation, where that is stored: with
+                     "next_step" once the next step is added, else with `terminal_obs` if `add` got it. Without it the
+                     last observation before stands in its place.
         reward:      (B,) float32, the sum of gamma ** k * reward[k] for k < m.
         discount:    (B,) float32, gamma ** m, or 0 where the episode terminated: the target is
                      `reward + discount * value(next_obs)`.
         terminated, truncated: (B,) bool, whether the window ended that way.
         key, probability, weight: (B,), as in ReplayBuffer.
 
-        Every other field is taken from the first step. With `relabel`, a share of the rows has other goals and rewards,
-        and `next_obs` of a terminated step is the final observation, if `add` got it.
+        Every other field is taken from the first step. With `relabel`, a share of the rows has other goals and rewards.
 
         Raises RuntimeError when no step is eligible, ValueError when fewer distinct steps are eligible than `B`. A beta
         schedule advances by one.

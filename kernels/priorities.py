@@ -5,9 +5,12 @@ import triton.language as tl
 
 from .constants import (
     ADDED,
+    CUT,
+    DEAD,
     DIRTY,
     EDGE,
     FANOUT,
+    FIRST,
     MAX_MASS,
     NO_KEY,
     PENDING_MAX_MASS,
@@ -15,9 +18,11 @@ from .constants import (
     SATURATED,
     SHIFT,
     STALE,
+    TERMINATED,
+    TRUNCATED,
     is_last,
 )
-from .division import remainder
+from .division import divided, remainder
 from .ring import is_live, write_rows
 
 
@@ -190,25 +195,63 @@ def add_to_root(root_ptr, node, change):
     tl.atomic_add(root_ptr + child, total, mask=total != 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["batch", "capacity", "per_capacity"])
+@triton.jit
+def waiting_steps(key, slot, named, streams, ring, capacity, per_capacity, counters_ptr, NEXT_STEP: tl.constexpr):
+    """Which of the named live steps, which cannot be drawn, may be drawn once their windows are complete.
+
+    streams: flags, depths, and masses that wait. ring: environments, frames of a stack and steps of a window, the first
+             with its reciprocal.
+    """
+    flags_ptr, depth_ptr, _ = streams
+    envs, per_envs, stack, n_step = ring
+    added = tl.load(counters_ptr + ADDED)
+    oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
+    number, env = divided(tl.where(named, key, 0), envs, per_envs)
+    age = divided(tl.maximum(added - 1, 0), envs, per_envs)[0] - number
+    waits = named & (age < n_step)
+    newest = remainder(tl.maximum(added - envs, 0) + env, capacity, per_capacity)
+    flag = tl.load(flags_ptr + newest, mask=waits, other=DEAD).to(tl.int32)
+    ended = flag & (TERMINATED | TRUNCATED)
+    is_open = ended == 0
+    if NEXT_STEP:
+        # the next step brings the final observation
+        is_open = is_open | (ended == TRUNCATED)
+    waits = waits & is_open & ((flag & (DEAD | CUT)) == 0)
+    waits = waits & (tl.load(depth_ptr + newest, mask=waits, other=-1) >= age)
+    # the first frame of the stack is stored
+    frames = tl.minimum(tl.load(depth_ptr + slot, mask=waits, other=0).to(tl.int64), stack - 1)
+    return waits & (key - frames * envs >= oldest)
+
+
+@triton.jit(do_not_specialize=["batch", "capacity", "per_capacity", "envs", "per_envs", "stack", "n_step", "per_lines"])
 def update_kernel(
     keys_ptr,
     priority_ptr,
     tree,
     stamp_ptr,
     counters_ptr,
+    streams,
     batch,
     capacity,
     per_capacity,
-    TRACKS_ELIGIBILITY: tl.constexpr,
+    envs,
+    per_envs,
+    stack,
+    n_step,
+    per_lines,
+    NEXT_STEP: tl.constexpr,
     FINDS_WINNERS: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
     """Give the winners that `last_wins_kernel` left their masses and their ancestors the differences.
 
-    Winners are distinct slots, so a leaf is read and written by one thread only. With TRACKS_ELIGIBILITY, slots of
-    mass 0 keep it. With FINDS_WINNERS a single program, which has all the keys, finds the winners itself. Without a
-    tree, see `add_kernel`, stale keys are counted and nothing else happens. per_capacity: see `division.py`.
+    Winners are distinct slots, so a leaf is read and written by one thread only. With FINDS_WINNERS a single program,
+    which has all the keys, finds the winners itself. Without a tree, see `add_kernel`, stale keys are counted and
+    nothing else happens.
+
+    streams: as in `waiting_steps`: slots of mass 0 keep it, and the mass of a step that may be drawn later waits; ()
+             where all that is stored can be drawn.
+    per_...: reciprocals, see `division.py`; `per_lines` of `n_step + 1` steps of all environments.
     """
     levels, extremes, rule = tree
     position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
@@ -236,10 +279,18 @@ def update_kernel(
             # a winner in another program may be writing the leaf of a loser
             old = tl.load(levels[0] + slot, mask=winner, other=0)
         meant = winner
-        if TRACKS_ELIGIBILITY:
+        accepted = winner & (new > 0)
+        if len(streams) > 0:
             # a slot without mass must not be drawn, whatever its priority
-            meant = winner & (old > 0)
-        accepted = meant & (new > 0)
+            lines = envs.to(tl.int64) * (n_step + 1)
+            ring = envs.to(tl.int64), per_envs, stack, n_step
+            waits = waiting_steps(
+                key, slot, winner & (old == 0), streams, ring, capacity, per_capacity, counters_ptr, NEXT_STEP
+            )
+            place = remainder(tl.where(waits, key, 0), lines, per_lines)
+            tl.store(streams[2] + place, new, mask=waits & (new > 0))
+            meant = winner & ((old > 0) | waits)
+            accepted = accepted & (old > 0)
         change = tl.where(accepted, new - old, 0)
         # copies of a thread's position in other threads have read stamp and leaf before they change
         tl.debug_barrier()

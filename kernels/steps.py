@@ -14,10 +14,14 @@ from .constants import (
     FINALS,
     FIRST,
     FLAWED,
+    LOST_TERMINALS,
+    NONFINITE,
     PENDING_MAX_MASS,
+    PENDING_TERMINALS,
     REJECTED,
     SATURATED,
     SHIFT,
+    TERMINALS,
     TERMINATED,
     TRUNCATED,
     last_of,
@@ -52,13 +56,15 @@ def assign(levels, extremes, eligible, slot, new, touched):
 
 
 @triton.jit
-def keeps_final(env, named, ends, HINDSIGHT: tl.constexpr):
-    """Whether the episodes of environments end with a final observation to be kept: 1 or 0."""
+def keeps_final(env, named, ends, TERMINAL: tl.constexpr):
+    """Whether episodes end with a final observation to be kept: 1 for truncated ones, 2**32 for terminated ones."""
     terminated_ptr, truncated_ptr = ends
     terminated = tl.load(terminated_ptr + env, mask=named, other=0)
     truncated = tl.load(truncated_ptr + env, mask=named, other=0)
-    # a terminated window needs none, but its goal may be wanted
-    return (terminated | truncated if HINDSIGHT else truncated > terminated).to(tl.int64)
+    keeps = (truncated > terminated).to(tl.int64)
+    if TERMINAL:
+        keeps += terminated.to(tl.int64) << 32
+    return keeps
 
 
 @triton.jit
@@ -66,34 +72,66 @@ def final_rows(
     env,
     named,
     ends,
-    owner_ptr,
-    added,
-    kept,
-    oldest,
-    finals,
-    per_finals,
+    ring,
+    pool,
+    envs,
     first,
+    TERMINAL: tl.constexpr,
     HINDSIGHT: tl.constexpr,
     BEFORE: tl.constexpr = 128,
 ):
-    """Rows of the pool for the final observations of environments from `first` on, and whether this step takes them.
+    """Rows of the pool for the final observations of environments from `first` on, whether this step takes them, from
+    which keys, and whether one of a truncated episode does.
 
-    Rows go by the order of the environments, after the `kept` that there were. A row is free until the step of key
-    `added + env` has claimed it, which other programs of the launch may have done by now, or not yet.
+    The policy is that of `place_finals` of the host. A row is free until the step of key `added + env` has claimed it,
+    which other programs of the launch may have done by now, or not yet.
+
+    ring: the next key, the oldest live key after this step, and the capacity with its reciprocal.
+    pool: keys that own rows, flags of all steps, rows taken by truncated and tried by terminated episodes before, and
+          the number of rows with its reciprocal.
     """
-    wants = tl.full([BEFORE], 0, tl.int64)
-    for begin in range(0, first, BEFORE):
+    added, oldest, capacity, per_capacity = ring
+    owner_ptr, flags_ptr, kept, tried, finals, per_finals = pool
+    before = tl.full([BEFORE], 0, tl.int64)
+    after = tl.full([BEFORE], 0, tl.int64)
+    # rows of terminated episodes begin where those of all truncated ones of the step end
+    for begin in range(0, envs if TERMINAL else first, BEFORE):
         other = begin + tl.arange(0, BEFORE)
-        wants += keeps_final(other, other < first, ends, HINDSIGHT)
-    keeps = keeps_final(env, named, ends, HINDSIGHT)
-    rank = tl.sum(wants, axis=0) + tl.cumsum(keeps, axis=0) - 1
-    few = (keeps > 0) & (rank < finals)
-    place = remainder(kept, finals, per_finals) + rank
+        keeps = keeps_final(other, other < envs, ends, TERMINAL)
+        before += tl.where(other < first, keeps, 0)
+        after += tl.where(other < first, 0, keeps)
+    own = keeps_final(env, named, ends, TERMINAL)
+    rank = tl.sum(before, axis=0) + tl.cumsum(own, axis=0) - own
+    cut = (own & 0xFFFFFFFF) > 0
+    start = remainder(kept, finals, per_finals)
+    place = rank & 0xFFFFFFFF
+    wants = own > 0
+    if TERMINAL:
+        all_cut = (tl.sum(before, axis=0) + tl.sum(after, axis=0)) & 0xFFFFFFFF
+        over = rank >> 32
+        if HINDSIGHT:
+            place = tl.where(cut, place, all_cut + over)
+    few = wants & (place < finals)
+    place = start + place
     place = tl.where(place < finals, place, place - finals)
+    if TERMINAL and not HINDSIGHT:
+        few = wants & (tl.where(cut, rank & 0xFFFFFFFF, over) < finals)
+        back = remainder(tried, finals, per_finals) + over
+        back = finals - 1 - tl.where(back < finals, back, back - finals)
+        ahead = tl.where(back >= start, back - start, back - start + finals)
+        # the truncated episodes of the step come first
+        few = few & (cut | (ahead >= all_cut))
+        place = tl.where(cut, place, back)
+    place = tl.where(few, place, 0)
     # an atomic that changes nothing, since another program may write it: no owner is below -1
-    owner = tl.atomic_max(owner_ptr + place, tl.full(place.shape, -1, tl.int64), mask=few, sem="relaxed")
+    held = tl.atomic_max(owner_ptr + place, tl.full(place.shape, -1, tl.int64), mask=few, sem="relaxed")
     # owners are in the order of their keys, so the free rows come first
-    return place, few & ((owner < oldest) | (owner == added + env))
+    free = (held < oldest) | (held == added + env)
+    if TERMINAL and not HINDSIGHT:
+        lives = few & cut & (held >= oldest) & (held < added)
+        slot = remainder(tl.where(lives, held, 0), capacity, per_capacity)
+        free = free | (lives & ((tl.load(flags_ptr + slot, mask=lives, other=0) & TERMINATED) != 0))
+    return place, few & free, held, cut
 
 
 @triton.jit
@@ -101,15 +139,12 @@ def keep_finals(
     inputs,
     pools,
     ends,
-    owner_ptr,
-    added,
-    kept,
-    oldest,
+    ring,
+    pool,
     local,
     envs,
-    finals,
-    per_finals,
     LAYOUT: tl.constexpr,
+    TERMINAL: tl.constexpr,
     HINDSIGHT: tl.constexpr,
 ):
     """pools[f][place] = inputs[f][e] for the environments whose final observations are kept; a program moves a tile."""
@@ -118,9 +153,7 @@ def keep_finals(
         if (local >= 0) & (local < programs):
             env, column = tile_at(local, f, LAYOUT)
             first = local // LAYOUT.chunks[f] * LAYOUT.rows[f]
-            place, taken = final_rows(
-                env, env < envs, ends, owner_ptr, added, kept, oldest, finals, per_finals, first, HINDSIGHT
-            )
+            place, taken, _, _ = final_rows(env, env < envs, ends, ring, pool, envs, first, TERMINAL, HINDSIGHT)
             live = taken[:, None] & (column < LAYOUT.widths[f])[None, :]
             # rows that are not kept may hold anything, and are not read
             values = tl.load(inputs[f] + env[:, None] * LAYOUT.widths[f] + column[None, :], mask=live, other=0)
@@ -171,6 +204,7 @@ def add_step_kernel(
     SOURCE: tl.constexpr,
     NEXT_STEP: tl.constexpr,
     FINAL_LAYOUT: tl.constexpr,
+    TERMINAL: tl.constexpr,
     HINDSIGHT: tl.constexpr,
 ):
     """Store a step and its flags, take away the starts that it costs, and add those that it completes.
@@ -197,6 +231,8 @@ def add_step_kernel(
     added, finals_kept = tl.load(counters_ptr + ADDED), tl.load(counters_ptr + FINALS)
     count = tl.full([], 0, tl.int64)
     oldest = tl.maximum(tl.load(counters_ptr + FIRST), added + envs - capacity)
+    ring = added, oldest, capacity, per_capacity
+    pool = owner_ptr, flags_ptr, finals_kept, tl.load(counters_ptr + TERMINALS), finals, per_finals
     if program < stepping:
         env = program * ENVS + tl.arange(0, ENVS)
         named = env < envs
@@ -216,13 +252,16 @@ def add_step_kernel(
         is_first = (before & (TERMINATED | TRUNCATED | CUT)) != 0
         # a truncated ending needs a final observation
         flawed = truncated > terminated
+        # the last field is the reward
+        reward = tl.load(inputs[len(inputs) - 1] + env, mask=named, other=0)
+        nonfinite = (tl.abs(reward) <= 3.4028234663852886e38) == 0
         if NEXT_STEP:
             # the step after an ending has its final observation alone; one that was cut is followed by a first one
             is_dead = ((before & (TERMINATED | TRUNCATED)) != 0) & ((before & CUT) == 0)
             flags = tl.where(is_dead, DEAD, flags)
             is_first = (before & (DEAD | CUT)) != 0
-            # the last field is the reward, which a reset step lacks, as it lacks an ending
-            reward = tl.load(inputs[len(inputs) - 1] + env, mask=named, other=0)
+            # a reset step lacks a reward, as it lacks an ending
+            nonfinite = nonfinite & (is_dead == 0)
             flawed = is_dead & ((reward != 0) | ((terminated | truncated) != 0))
         behind = depth.to(tl.int64)
         # nothing comes before the very first step
@@ -230,13 +269,29 @@ def add_step_kernel(
 
         kept = env * 0
         if WITH_FINALS:
-            place, taken = final_rows(
-                env, named, ends, owner_ptr, added, finals_kept, oldest, finals, per_finals, program * ENVS, HINDSIGHT
+            place, taken, held, cut = final_rows(
+                env, named, ends, ring, pool, envs.to(tl.int64), program * ENVS, TERMINAL, HINDSIGHT
             )
             flags = tl.where(taken, flags | FINAL, flags)
             kept = taken.to(tl.int64)
             flawed = flawed & (taken == 0)
-        tl.atomic_add(counters_ptr + FLAWED, tl.sum(flawed.to(tl.int64)), sem="relaxed")
+            if TERMINAL:
+                over = named & (terminated > 0)
+                lost = tl.sum((over & (taken == 0)).to(tl.int64))
+                if not HINDSIGHT:
+                    kept = (taken & cut).to(tl.int64)
+                    # of a terminated episode, which has its own last observation from now on
+                    evicted = taken & cut & (held >= oldest) & (held < added)
+                    loser = remainder(tl.where(evicted, held, 0), capacity, per_capacity)
+                    left = tl.load(flags_ptr + loser, mask=evicted, other=0) & (255 - FINAL)
+                    lost += tl.sum(evicted.to(tl.int64))
+                    tl.atomic_add(counters_ptr + PENDING_TERMINALS, tl.sum(over.to(tl.int64)), sem="relaxed")
+                tl.atomic_add(counters_ptr + LOST_TERMINALS, lost, sem="relaxed")
+        # one sum of two counts
+        rare = tl.sum(flawed.to(tl.int64) + ((named & nonfinite).to(tl.int64) << 32))
+        if rare > 0:
+            tl.atomic_add(counters_ptr + FLAWED, rare & 0xFFFFFFFF, sem="relaxed")
+            tl.atomic_add(counters_ptr + NONFINITE, rare >> 32, sem="relaxed")
 
         initial = tl.full([], 1, tl.int64)
         if MASSES:
@@ -257,9 +312,9 @@ def add_step_kernel(
             # the span of the episode that this step leaves behind; before the very first step no flags are set
             leaves = named & is_first
             span = (behind - 1).to(tl.int32) + ((before & FINAL) != 0).to(tl.int32)
-            held = leaves & (behind * envs < capacity)
-            parted = tl.where(leaves & (held == 0), span, parted)
-            first = tl.where(held, head - behind * envs, 0)
+            stored = leaves & (behind * envs < capacity)
+            parted = tl.where(leaves & (stored == 0), span, parted)
+            first = tl.where(stored, head - behind * envs, 0)
             first = tl.where(first < 0, first + capacity, first) + env
 
         # in a ring of one step these are the slots that were read above; and owners are read before rows are claimed
@@ -268,13 +323,15 @@ def add_step_kernel(
             # no earlier owner has a larger key
             tl.atomic_max(owner_ptr + place, added + env, mask=taken, sem="relaxed")
             tl.store(final_ptr + slot, place.to(tl.int32), mask=taken)
+            if TERMINAL and not HINDSIGHT:
+                tl.store(flags_ptr + loser, left.to(tl.uint8), mask=evicted)
         if HINDSIGHT:
             tl.store(parted_ptr + env, parted, mask=named)
             tl.store(spans_ptr + slot, tl.full([ENVS], -1, tl.int32), mask=named)
-            tl.store(spans_ptr + first, span, mask=held)
-            if NEXT_STEP:
-                # the final observation of the step before this dead one has come
-                tl.store(flags_ptr + previous, (before | FINAL).to(tl.uint8), mask=named & is_dead & (previous != slot))
+            tl.store(spans_ptr + first, span, mask=stored)
+        if NEXT_STEP:
+            # the final observation of the step before this dead one has come
+            tl.store(flags_ptr + previous, (before | FINAL).to(tl.uint8), mask=named & is_dead & (previous != slot))
         tl.store(flags_ptr + slot, flags.to(tl.uint8), mask=named)
         tl.store(depth_ptr + slot, depth, mask=named)
         tl.store(pending_ptr + line + env, own, mask=named)
@@ -323,19 +380,7 @@ def add_step_kernel(
         local = write_rows(inputs, stores, added, program - stepping, envs, envs * 0, capacity, LAYOUT)
         if WITH_FINALS:
             keep_finals(
-                final_inputs,
-                pools,
-                ends,
-                owner_ptr,
-                added,
-                finals_kept,
-                oldest,
-                local,
-                envs.to(tl.int64),
-                finals,
-                per_finals,
-                FINAL_LAYOUT,
-                HINDSIGHT,
+                final_inputs, pools, ends, ring, pool, local, envs.to(tl.int64), FINAL_LAYOUT, TERMINAL, HINDSIGHT
             )
 
     last, all_kept = last_of(counters_ptr, tl.num_programs(0), count)
@@ -344,4 +389,8 @@ def add_step_kernel(
             raise_max_mass(counters_ptr)
         if WITH_FINALS:
             tl.store(counters_ptr + FINALS, finals_kept + all_kept)
+            if TERMINAL and not HINDSIGHT:
+                # an atomic, to see the sums of other programs; the ticket orders them before this
+                tried = tl.atomic_xchg(counters_ptr + PENDING_TERMINALS, 0, sem="relaxed")
+                tl.store(counters_ptr + TERMINALS, tl.load(counters_ptr + TERMINALS) + tried)
         tl.store(counters_ptr + ADDED, added + envs)

@@ -143,7 +143,6 @@ def gather_windows_kernel(
     NEXT_STEP: tl.constexpr,
     ZERO: tl.constexpr,
     RANDOM_SHIFT: tl.constexpr,
-    HINDSIGHT: tl.constexpr,
     SEQUENCES: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
@@ -161,8 +160,8 @@ def gather_windows_kernel(
     finds them in the cache. Heights and sides in LAYOUT are those of pictures that a random shift moves, 0 where it
     does not; `span` successive items are moved alike. With SEQUENCES these are the steps from one start on, whose
     windows may not be whole; each says how it ended itself. A program moves `together` pieces of its frames one after
-    the other, having looked up once where they lie. With HINDSIGHT `next_obs` is the final observation of every ending
-    for which one is kept. With DRAWS the first programs finish as many draws each, one for `span` items: see `finish`.
+    the other, having looked up once where they lie. `next_obs` of an ending is its final observation where that is
+    stored. With DRAWS the first programs finish as many draws each, one for `span` items: see `finish`.
     """
     flags_ptr, depth_ptr, final_ptr = streams
     powers_ptr = rewards[1]
@@ -173,7 +172,6 @@ def gather_windows_kernel(
         (span.to(tl.int64), per_span, num_envs, per_envs, steps, tl.load(counters_ptr + ADDED)) if SEQUENCES else ()
     )
     ENDING: tl.constexpr = TERMINATED | TRUNCATED
-    KNOWN: tl.constexpr = FINAL if HINDSIGHT else 0
     KINDS: tl.constexpr = 2
     # the program's number among those of the weights, then among those of the current field
     local = tl.program_id(0).to(tl.int64)
@@ -200,12 +198,12 @@ def gather_windows_kernel(
                 length, flag, last, _ = window_from(
                     flags_ptr, rewards, newest, left, named, num_envs, steps, N, TOGETHER, False, SEQUENCES
                 )
-                stays = ((flag & TERMINATED) != 0) & ((flag & KNOWN) == 0)
+                stays = ((flag & TERMINATED) != 0) & ((flag & FINAL) == 0)
                 if SEQUENCES:
                     # the observation after the window is not there, so that the last one stands in its place
                     stays = stays | ((flag & (CUT | DEAD)) != 0) | (length >= left)
                 if not NEXT_STEP:
-                    final = ((flag & ENDING) == TRUNCATED) | ((flag & KNOWN) != 0)
+                    final = ((flag & ENDING) == TRUNCATED) | ((flag & FINAL) != 0)
                     stays = stays | final
                     if SEQUENCES:
                         final = final & ((flag & FINAL) != 0)

@@ -160,9 +160,9 @@ class Buffer(StatefulBuffer):
         keys: as for `buffer[keys]`.
 
         `RankBased` returns exactly what you gave; `Proportional` computes it from the mass, after `eps`, `clip` and
-        rounding: `(mass / 2**20) ** (1 / alpha) - eps`, not below 0. Steps that are not eligible have 0. Raises
-        KeyError naming the first key that is not live, RuntimeError for a sampler without priorities and for `alpha=0`,
-        which keeps no trace of priorities.
+        rounding: `(mass / 2**20) ** (1 / alpha) - eps`, not below 0. A step of a trajectory buffer that is not eligible
+        has the priority that waits for it, 0 where none was given. Raises KeyError naming the first key that is not
+        live, RuntimeError for a sampler without priorities and for `alpha=0`, which keeps no trace of priorities.
         """
         if not self._sampler.base.prioritized or self._sampler.base.alpha == 0:
             raise RuntimeError(
@@ -172,7 +172,9 @@ class Buffer(StatefulBuffer):
             array = validation.as_keys(keys, self._device).cpu().numpy()
             check_live(array, *self._sampling.span())
             slots = torch.from_numpy(array % self._state.slots).to(self._device)
-            masses = self._state.masses.masses[slots].cpu().numpy()
+            stored = self._state.masses.masses[slots]
+            waiting = self._storage.waiting_masses(torch.from_numpy(array).to(self._device), *self._sampling.span())
+            masses = (stored if waiting is None else torch.where(stored > 0, stored, waiting)).cpu().numpy()
         numbers = np.where(masses > 0, self._state.rule.priorities(np.maximum(masses, 1)), 0.0)
         return torch.from_numpy(numbers).to(self._device)
 
@@ -226,8 +228,9 @@ class Buffer(StatefulBuffer):
         priorities: (m,) or (m, 1) absolute TD errors or other non-negative numbers; the sign is dropped. One per
                     sequence: reduce TD errors over time first.
 
-        A mass is at least one unit, 2^-20, also for a priority of 0 with `eps=0` and for TD errors below 1e-6 with
-        `alpha=1` (below 1e-10 with `alpha=0.6`). If a key appears twice, the last priority wins. A sampler without
+        In a trajectory buffer the priority of a step that is not eligible yet counts once it is; one of a step that
+        never will be is ignored. A mass is at least one unit, 2^-20, also for a priority of 0 with `eps=0` and for TD
+        errors below 1e-6 with `alpha=1` (below 1e-10 with `alpha=0.6`). If a key appears twice, the last priority wins. A sampler without
         priorities only checks the arguments and counts stale keys, so that one training loop works with every sampler.
 
         Raises ValueError for a wrong shape and, on the CPU, for priorities that are not finite (on CUDA such an entry
@@ -297,6 +300,8 @@ class Buffer(StatefulBuffer):
                 saturated_priorities=counts[Counter.SATURATED],
                 lost_truncations=0 if next_step else counts[Counter.FLAWED],
                 unexpected_resets=counts[Counter.FLAWED] if next_step else 0,
+                nonfinite_rewards=counts[Counter.NONFINITE],
+                lost_terminal_obs=counts[Counter.LOST_TERMINALS],
             )
 
     def _distribution(self, eligible: int) -> Distribution:

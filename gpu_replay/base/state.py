@@ -186,7 +186,7 @@ class StatefulBuffer(SharedSettings, ABC):
         self._state.clear()
         if half_loaded:
             # the counts of the host may be wrong, and what is known of the last steps
-            self._storage.reset_from(0)
+            self._storage.reset_after(0)
             self._made_engine.sampling.rebuild(self._seed)
         else:
             self._storage.times_sampled.zero_()
@@ -222,9 +222,9 @@ class StatefulBuffer(SharedSettings, ABC):
     def _rebuild(self, seed: int) -> None:
         """Take over what was written into `_state_tensors` and the counters, and draw from this seed."""
         self._seed = seed
-        written = min(self._made_engine.sampling.span()[1], self._capacity)
-        self._storage.reset_from(written)
-        self._state.rebuild(written)
+        added = self._made_engine.sampling.span()[1]
+        self._storage.reset_after(added)
+        self._state.rebuild(min(added, self._capacity))
         self._made_engine.sampling.rebuild(seed)
 
     def _buffer_state(self) -> checkpoint_state.BufferState:

@@ -33,7 +33,7 @@ class StepInput:
     ) -> None:
         self._fields = fields
         self._observations = list(observations)
-        self._settings, self._num_envs = settings, settings.num_envs
+        self._settings, self._num_envs, self._terminal = settings, settings.num_envs, settings.shape.terminal
         self._device = device
         self._on_host = on_host
 
@@ -78,8 +78,8 @@ class StepInput:
         return value if value.dtype == field.dtype else validation.cast(name, value, field.dtype)
 
     def _reads_final(self, terminated: Any, truncated: Any) -> Any:
-        """Mask of the steps whose final observation will be read, given their flags: with hindsight of all endings."""
-        return truncated & ~terminated if self._settings.relabel is None else truncated | terminated
+        """Mask of the steps whose final observation will be read, given their flags."""
+        return truncated | terminated if self._terminal else truncated & ~terminated
 
     def finals(self, given: dict[str, Any], terminated: Any, truncated: Any) -> dict[str, Any] | None:
         """The final observations of a step as `[E, *shape]` of each observation field, or None where none are kept.

@@ -80,6 +80,9 @@ def config_of(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     config = {"kind": kind, **arguments, "fields": fields, "sampler": describe_sampler(arguments["sampler"])}
     if arguments.get("relabel") is not None:
         config["relabel"] = arguments["relabel"].describe()
+    if not config.get("terminal_obs"):
+        # as versions before this setting wrote it
+        config.pop("terminal_obs", None)
     return config
 
 

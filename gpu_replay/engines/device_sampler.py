@@ -75,11 +75,10 @@ class DeviceSampler:
         if isinstance(base.beta, LinearSchedule):
             parts = [base.beta.start, base.beta.end - base.beta.start, float(base.beta.steps)]
             self._schedule = torch.tensor(parts, dtype=torch.float64, device=self.device)
-        masses = self.masses
+        masses, streams = self.masses, storage.streams
         # another dtype of priorities is another launch
-        tracks = state.tracks_eligibility
         self._updates = per_arguments(
-            lambda keys, dtype: make_update(masses, state.counters, state.slots, keys, tracks_eligibility=tracks)
+            lambda keys, dtype: make_update(masses, state.counters, state.slots, keys, streams)
         )
         stores, fields, counters = storage.tensors, storage.fields, state.counters
         self._writes = per_arguments(

@@ -110,8 +110,6 @@ class TrajectoryDeviceEngine:
     def add_step(
         self,
         values: dict[str, Tensor],
-        terminated: Tensor,
-        truncated: Tensor,
         priorities: Tensor | None,
         finals: dict[str, Tensor] | None,
         ready: bool,
@@ -123,12 +121,11 @@ class TrajectoryDeviceEngine:
         sampling = self.sampling
         with sampling.order:
             # inputs are copied to the device before the first write to the ring, since a copy may fail
-            ended, cut = sampling.moved(terminated), sampling.moved(truncated)
             final_rows = None if finals is None else {name: sampling.moved(value) for name, value in finals.items()}
             moved, given = sampling.on_device(values, priorities, ready)
             keys = self._new_keys()
             step = self._steps(None if given is None else given.dtype, final_rows is not None)
-            sampling.launch_add(self._shape.num_envs, step, moved, final_rows, ended, cut, given, keys, ready)
+            sampling.launch_add(self._shape.num_envs, step, moved, final_rows, given, keys, ready)
         return keys
 
     def extend(
@@ -158,8 +155,9 @@ class TrajectoryDeviceEngine:
                     row = slice(int(place[begin + step]) * envs, (int(place[begin + step]) + 1) * envs)
                     known = {name: rows[row] for name, rows in final_rows.items()} if place[begin + step] >= 0 else None
                     now = {name: piece[step] for name, piece in pieces.items()}
+                    now["terminated"], now["truncated"] = ended[0, step], ended[1, step]
                     given = None if numbers is None else numbers[step]
-                    self.add_step(now, ended[0, step], ended[1, step], given, known, False)
+                    self.add_step(now, given, known, False)
         return keys
 
     def break_streams(self, envs: Tensor) -> None:

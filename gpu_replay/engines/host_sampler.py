@@ -46,7 +46,7 @@ class HostSampler:
         tree = (_NONE,) * 5 if state.tree is None else state.tree.host
         self.arrays = self.counters, self.times_sampled, *tree
         rule = state.rule
-        self._update_arguments = rule.ordered, rule.limit, self.capacity, state.tracks_eligibility, self.counters, *tree
+        self._update_arguments = rule.ordered, rule.limit, self.capacity, self.counters, *tree, *storage.waiting_arrays()
         self._finish = ring_loops.finish.compiled()
         self.rebuild(seed)
 

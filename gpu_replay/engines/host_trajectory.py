@@ -75,8 +75,6 @@ class TrajectoryHostEngine:
     def add_step(
         self,
         values: dict[str, np.ndarray],
-        terminated: np.ndarray,
-        truncated: np.ndarray,
         priorities: np.ndarray | None,
         finals: dict[str, Any] | None,
         ready: bool,
@@ -86,7 +84,8 @@ class TrajectoryHostEngine:
         row, keys = added // envs % self._shape.steps, torch.from_numpy(np.arange(added, added + envs))
         given_finals = None if finals is None else GivenFinals(finals, _FIRST)
         writes = map(put, self._rings, repeat(row), values.values())
-        return self._store(writes, values["reward"], terminated, truncated, priorities, given_finals, keys)
+        steps = values["terminated"], values["truncated"], values["reward"]
+        return self._store(writes, steps, priorities, given_finals, keys)
 
     def extend(
         self,
@@ -105,25 +104,25 @@ class TrajectoryHostEngine:
             for part, some in parts_of((first + skipped) % steps, count - skipped, steps, skipped)
             for ring, value in zip(self._rings, values.values(), strict=False)
         ]
-        return self._store(starmap(put, writes), values["reward"], terminated, truncated, priorities, finals, keys)
+        return self._store(starmap(put, writes), (terminated, truncated, values["reward"]), priorities, finals, keys)
 
     def _store(
         self,
         writes: Iterable[object],
-        rewards: np.ndarray,
-        terminated: np.ndarray,
-        truncated: np.ndarray,
+        steps: tuple[np.ndarray, np.ndarray, np.ndarray],
         priorities: np.ndarray | None,
         finals: GivenFinals | None,
         keys: Tensor,
     ) -> Tensor:
-        """Make the writes of fields and all else that these steps change, together or not at all; returns `keys`."""
-        masses, saturated, state = None, 0, self.sampling.state
+        """Make the writes of fields and all else that these steps change, together or not at all; returns `keys`.
+
+        steps: terminated, truncated and rewards.
+        """
+        masses, saturated, state, kept = None, 0, self.sampling.state, NONE_KEPT
         if priorities is not None and state.tree is not None:
             masses, _, saturated = state.rule.masses(priorities.reshape(-1))
-        steps, kept = (terminated, truncated, rewards), NONE_KEPT
         if finals is not None:
-            kept = self._steps.keep(terminated, truncated, finals)
+            kept = self._steps.keep(steps[0], steps[1], finals)
             rows = [as_numpy(finals.rows[name])[kept.given] for name in self._pools]
             writes = chain(writes, map(put, self._pools.values(), repeat(kept.pool), rows))
         return self._steps.add(steps, masses, saturated, kept, keys, writes)

@@ -24,6 +24,7 @@ from gpu_replay.engines.sampler_state import priority_bytes
 from gpu_replay.fields import Field
 from gpu_replay.graphs.custom_ops import BatchKind, batch_kind
 from gpu_replay.ops._backend import Backend, choose
+from gpu_replay.ops.eligibility import Streams
 from gpu_replay.ops.ring import as_numpy
 from gpu_replay.samplers import Sampler, Uniform, check_sampler
 from gpu_replay.validation import check_int
@@ -235,9 +236,20 @@ class Storage:
         """Views of the tensors kept apart from fields for the first `written` slots, by name; none for transitions."""
         return {}
 
-    def reset_from(self, written: int) -> None:
-        """Make the slots from this one on as if they had never been written."""
-        self.times_sampled[written:].zero_()
+    # of a trajectory buffer
+    streams: Streams | None = None
+
+    def waiting_arrays(self) -> tuple[np.ndarray, ...]:
+        """What tells `loops/tree.py` where masses wait until their step can be drawn; empty for transitions."""
+        return tuple([np.zeros(0, dtype=dtype) for dtype in (np.int64, np.uint8, np.int32, np.int64)])
+
+    def waiting_masses(self, keys: Tensor, first: int, added: int) -> Tensor | None:
+        """(m,) int64 masses that wait until these live keys can be drawn, 0 where none does; None for transitions."""
+        return None
+
+    def reset_after(self, added: int) -> None:
+        """Make all slots that so many transitions leave unwritten as if they had never been written."""
+        self.times_sampled[min(added, self.capacity) :].zero_()
 
 
 def check_live(keys: Any, first: int, added: int, eligible: Any = True) -> None:

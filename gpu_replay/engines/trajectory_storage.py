@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from gpu_replay.ops.eligibility import Streams, StreamShape, stream_bytes
 from gpu_replay.ops.frames import window_outputs
 from gpu_replay.ops.mass_tree import tree_bytes
 from gpu_replay.samplers import Sampler
-from gpu_replay.validation import check_choice, check_float, check_int
+from gpu_replay.validation import check_bool, check_choice, check_float, check_int
 
 REWARD = Field((), torch.float32)
 Autoreset = Literal["next_step", "same_step", "disabled"]
@@ -59,6 +60,7 @@ class StreamSettings:
     padding: Padding = field(default="reset", repr=False)
     random_shift: int = field(default=0, repr=False)
     final_capacity: int | None = field(default=None, repr=False)
+    terminal_obs: bool = field(default=False, repr=False)
     relabel: Hindsight | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
@@ -69,7 +71,8 @@ class StreamSettings:
         """The shape of the ring of checked settings."""
         steps, next_step = self.capacity // self.num_envs, self.autoreset == "next_step"
         finals, hindsight = self.final_capacity or 0, self.relabel is not None
-        return StreamShape(self.num_envs, steps, self.stack, self.n_step, next_step, finals, hindsight)
+        terminal = bool(finals) and (self.terminal_obs or hindsight)
+        return StreamShape(self.num_envs, steps, self.stack, self.n_step, next_step, finals, terminal, hindsight)
 
     def checked(self, fields: Mapping[str, Field]) -> StreamSettings:
         """These settings for a ring of these fields, with the capacities that it will have, or TypeError / ValueError.
@@ -89,6 +92,8 @@ class StreamSettings:
             finals = min(check_int("final_capacity", self.final_capacity, 0), slots)
         if check_choice("autoreset", self.autoreset, get_args(Autoreset)) == "next_step":
             finals = 0
+        elif check_bool("terminal_obs", self.terminal_obs) and not finals:
+            raise ValueError("terminal_obs=True needs places for final observations; found final_capacity=0. Raise it.")
         check_choice("padding", self.padding, get_args(Padding))
         shift = check_int("random_shift", self.random_shift, 0, _MOST_SHIFT)
         if shift and all(len(each.shape) < 2 for each in observations):
@@ -197,15 +202,27 @@ class TrajectoryStorage(Storage):
         """Views of the tensors kept apart from the fields for the first `written` slots, by name."""
         return self.streams.views(written) | {f"final.{name}": tensor for name, tensor in self.finals.items()}
 
-    def reset_from(self, written: int) -> None:
-        """Make the slots from this one on as if they had never been written."""
-        super().reset_from(written)
-        self.streams.flags[written:].zero_()
-        self.streams.depth[written:].zero_()
-        self.streams.episode_length[written:].fill_(-1)
+    def waiting_arrays(self) -> tuple[np.ndarray, ...]:
+        """What tells `loops/tree.py` where masses wait until their step can be drawn."""
+        shape, streams = self.streams.shape, self.streams
+        settings = np.array([shape.num_envs, shape.stack, shape.next_step], dtype=np.int64)
+        return settings, streams.flags.numpy(), streams.depth.numpy(), streams.open_masses.numpy().reshape(-1)
+
+    def waiting_masses(self, keys: Tensor, first: int, added: int) -> Tensor:
+        """(m,) int64 masses that wait until these live keys can be drawn, 0 where none does."""
+        return self.streams.waiting_masses(keys, first, added)
+
+    def reset_after(self, added: int) -> None:
+        """Make all slots that so many steps leave unwritten as if they had never been written."""
+        super().reset_after(added)
+        written, streams = min(added, self.capacity), self.streams
+        streams.flags[written:].zero_()
+        streams.depth[written:].zero_()
+        streams.episode_length[written:].fill_(-1)
         if not written:
-            self.streams.clipped_length.fill_(-1)
-            self.streams.owner.fill_(-1)
+            streams.clipped_length.fill_(-1)
+            streams.owner.fill_(-1)
+        streams.note_followed(added)
 
     @property
     def nbytes(self) -> int:

@@ -25,7 +25,11 @@ class Counter:
     ELIGIBLE = 13  # starts of a trajectory buffer that can be drawn
     FINALS = 14  # final observations of a trajectory buffer ever kept
     FLAWED = 15  # reset steps that look like none, or truncated endings whose final observation is not stored
-    COUNT = 16
+    NONFINITE = 16  # rewards of a trajectory buffer that are not finite
+    TERMINALS = 17  # final observations of terminated episodes that a trajectory buffer was given, without hindsight
+    PENDING_TERMINALS = 18  # those of the launch in progress, 0 between launches
+    LOST_TERMINALS = 19  # final observations of terminated episodes that found no place, or lost it
+    COUNT = 20
 
 
 class Flag:
@@ -34,7 +38,7 @@ class Flag:
     TERMINATED = 1
     TRUNCATED = 2
     DEAD = 4  # carries the final observation of an episode and nothing else: never a start
-    FINAL = 8  # ended, and its final observation is there; known of truncated steps, or of all for hindsight
+    FINAL = 8  # ended, and its final observation is stored
     CUT = 16  # the stream was broken from outside after this step
 
 

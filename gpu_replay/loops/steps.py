@@ -16,6 +16,7 @@ from gpu_replay.loops.ring import LARGEST_EVER, LARGEST_STORED
 from gpu_replay.loops.tree import highest_of, sum_above
 
 _ADDED, _FIRST, _FINALS, _ELIGIBLE = Counter.ADDED, Counter.FIRST, Counter.FINALS, Counter.ELIGIBLE
+_NONFINITE, _TERMINALS, _LOST_TERMINALS = Counter.NONFINITE, Counter.TERMINALS, Counter.LOST_TERMINALS
 _MAX_MASS, _SATURATED, _REJECTED, _FLAWED = Counter.MAX_MASS, Counter.SATURATED, Counter.REJECTED, Counter.FLAWED
 _TERMINATED, _TRUNCATED, _DEAD, _FINAL, _CUT = Flag.TERMINATED, Flag.TRUNCATED, Flag.DEAD, Flag.FINAL, Flag.CUT
 _ENDED = Flag.TERMINATED | Flag.TRUNCATED
@@ -36,37 +37,64 @@ def is_flawed(next_step, dead, terminated, truncated, reward, kept):
 
 
 @loop(
-    "(boolean[::1], boolean[::1], int64[::1], int32[::1], int64[:, ::1], int64[::1], int64[::1], int64, int64, boolean)"
+    "(boolean[::1], boolean[::1], int64[::1], int32[::1], int64[:, ::1],"
+    " int64[::1], uint8[::1], int64[::1], int64, boolean, boolean)"
 )
-def place_finals(terminated, truncated, place_of, places, moves, owner, counters, num_envs, steps, all_endings):
+def place_finals(
+    terminated, truncated, place_of, places, moves, owner, flags, counters, num_envs, terminal, hindsight
+):  # fmt: skip
     """Choose rows of the pool for the final observations that come with T steps; nothing is changed.
 
     terminated, truncated: (T * E,). owner: (F,) keys of the steps whose final observations the pool holds.
-    place_of:    (T,) which E of the given rows are those of a step, -1 where none came.
-    steps:       of the ring. all_endings: whether those of terminated episodes are kept too.
-    places:      (T * E,) gets the row of the pool, -1 where none is kept.
-    moves:       (2, T * E) gets given rows, and the rows of the pool that they go to.
-    returns:     how many are kept; a row of the pool may be named more than once, and the last one counts.
+    flags:       of the ring. place_of: (T,) which E of the given rows are those of a step, -1 where none came.
+    terminal:    whether those of terminated episodes are kept too.
+    places:      (T * E,) gets the row of the pool, -1 where none came, -2 where one of a terminated episode found none.
+    moves:       (2, T * E) gets given rows, and the distinct rows of the pool that they go to.
+    returns:     how many are moved.
 
-    A row is free when the step that owns it has been overwritten. Rows are taken in turn, so the oldest come first.
+    A row is free when the step that owns it has been overwritten. Those of truncated episodes take the rows in turn, so
+    that the oldest come first, and also rows of terminated ones, which each try one row, from the other end. With
+    hindsight, which remembers of each episode how far its observations go, both take free rows in turn, the truncated
+    ones of a step first.
     """
-    finals, first, kept = owner.size, counters[_ADDED] // num_envs, 0
-    keys = np.empty(terminated.size, dtype=np.int64)
-    for number in range(terminated.size):
-        at = number // num_envs
-        ended = terminated[number] or truncated[number] if all_endings else truncated[number] and not terminated[number]
-        places[number] = -1
-        if not ended or place_of[at] < 0:
-            continue
-        place = (counters[_FINALS] + kept) % finals
-        owned_by = owner[place] if kept < finals else keys[kept - finals]
-        oldest = max(counters[_FIRST] // num_envs, first + at + 1 - steps)
-        if owned_by < oldest * num_envs:
-            keys[kept] = (first + at) * num_envs + number % num_envs
-            moves[0, kept], moves[1, kept] = place_of[at] * num_envs + number % num_envs, place
-            places[number] = place
-            kept += 1
-    return kept
+    slots, finals, added = flags.size, owner.size, counters[_ADDED]
+    kept, tried, taken = counters[_FINALS], counters[_TERMINALS], 0
+    # the claims of this call are made as it goes, and taken back at its end
+    keys, earlier = np.empty((2, terminated.size), dtype=np.int64)
+    for at in range(place_of.size):
+        oldest = max(counters[_FIRST], added + (at + 1) * num_envs - slots)
+        for turn in range(2 if terminal else 1):
+            for env in range(num_envs):
+                number = at * num_envs + env
+                if turn == 0:
+                    places[number] = -1
+                wanted = terminated[number] if turn else truncated[number] and not terminated[number]
+                if not wanted or place_of[at] < 0:
+                    continue
+                backwards = turn == 1 and not hindsight
+                place = finals - 1 - tried % finals if backwards else kept % finals
+                tried += backwards
+                held = owner[place]
+                free = held < oldest
+                if turn == 0 and not free and not hindsight:
+                    free = terminated[held - added] if held >= added else flags[held % slots] & _TERMINATED != 0
+                if not free:
+                    places[number] = -1 - turn
+                    continue
+                kept += not backwards
+                places[number], keys[taken], earlier[taken] = place, added + number, held
+                moves[0, taken], moves[1, taken] = place_of[at] * num_envs + env, place
+                owner[place] = added + number
+                taken += 1
+    moved = 0
+    for each in range(taken):
+        # of a row that was taken more than once the last one stays
+        if owner[moves[1, each]] == keys[each]:
+            moves[0, moved], moves[1, moved] = moves[0, each], moves[1, each]
+            moved += 1
+    for each in range(taken - 1, -1, -1):
+        owner[places[keys[each] - added]] = earlier[each]
+    return moved
 
 
 @loop(
@@ -88,8 +116,9 @@ def add_steps(
     places:    (T * E,) as `place_finals` gives them; or nothing where no final observations came.
     saturated: how many masses were cut.
     settings:  environments, frames of a stack, whether the step after an ending carries the final observation, where
-               the mass of starts without one is found, the fixed one, or that before any other, and whether steps
-               with a flawed ending are refused, before anything changes.
+               the mass of starts without one is found, the fixed one, or that before any other, whether final
+               observations of terminated episodes are kept apart, and whether steps with a flawed ending are refused,
+               before anything changes.
     flags to clipped_length: as in `ops.eligibility.Streams`, flat; the last two are empty without hindsight.
     rewards, times_sampled: (slots,) of the ring.
     flat, starts, low, high, changed_slots: a tree of masses, or of ones without masses.
@@ -101,8 +130,8 @@ def add_steps(
     steps, count, n, hindsight = slots // envs, terminated.size // envs, lines - 1, episode_length.size > 0
     first, deepest = counters[_ADDED] // envs, 2**31 - 1 - n
     # neither an early return nor a write: each would cost a count of references to all arrays
-    refused = False
-    if settings[5]:
+    refused, terminal = False, settings[5] != 0
+    if settings[6]:
         for env in range(envs):
             before = np.int64(flags[(first - 1) % steps * envs + env])
             for at in range(count):
@@ -118,7 +147,7 @@ def add_steps(
         row, line = step % steps, step % lines
         base, last = row * envs, (row - 1 if row else steps - 1) * envs
         oldest = max(counters[_FIRST] // envs, step + 1 - steps)
-        initial, largest, more, rejected, flawed = first_mass, 0, 0, 0, 0
+        initial, largest, more, rejected, flawed, nonfinite = first_mass, 0, 0, 0, 0, 0
         if source == LARGEST_EVER:
             initial = counters[_MAX_MASS]
         elif source == LARGEST_STORED:
@@ -131,6 +160,7 @@ def add_steps(
             # a step that was broken off from outside is followed by a first one, in every mode
             dead, kept = is_dead(next_step, before), places.size > 0 and places[index] >= 0
             flawed += is_flawed(next_step, dead, terminated[index], truncated[index], new_rewards[index], kept)
+            nonfinite += not dead and not np.isfinite(new_rewards[index])
             over = before & (_DEAD | _CUT) != 0 if next_step else before & (_ENDED | _CUT) != 0
             reach = 0 if over or step == 0 else min(behind, deepest)
             flag = _DEAD if dead else terminated[index] * _TERMINATED | truncated[index] * _TRUNCATED
@@ -144,15 +174,23 @@ def add_steps(
                         episode_length[(row - behind) % steps * envs + env] = span
                     else:
                         clipped_length[env] = span
-                if dead and steps > 1:
-                    # the final observation of the step before has come
-                    flags[previous] = before | _FINAL
                 episode_length[slot] = -1
+            if dead and steps > 1:
+                # the final observation of the step before has come
+                flags[previous] = before | _FINAL
             if kept:
+                held = owner[places[index]]
+                if held >= oldest * envs:
+                    # of a terminated episode, which has its own last observation from now on
+                    flags[held % slots] &= 255 - _FINAL
+                    counters[_LOST_TERMINALS] += 1
                 flag |= _FINAL
                 final[slot] = places[index]
                 owner[places[index]] = step * envs + env
-                counters[_FINALS] += 1
+                counters[_FINALS] += hindsight or not terminated[index]
+            if terminal and terminated[index] and places.size:
+                counters[_TERMINALS] += not hindsight and places[index] != -1
+                counters[_LOST_TERMINALS] += places[index] == -2
             flags[slot], depth[slot], times_sampled[slot], rewards[slot] = flag, reach, 0, new_rewards[index]
             open_masses[line * envs + env] = masses[index] if masses.size else 0
             rejected += masses.size > 0 and masses[index] == 0 and not dead
@@ -194,6 +232,7 @@ def add_steps(
         counters[_ELIGIBLE] += more
         counters[_REJECTED] += rejected
         counters[_FLAWED] += flawed
+        counters[_NONFINITE] += nonfinite
         counters[_ADDED] += envs
     counters[_SATURATED] += saturated
     # from the oldest start that may have been completed to the newest that may have lost a frame

@@ -15,10 +15,11 @@ from __future__ import annotations
 import numpy as np
 
 from gpu_replay.loops.compiling import inner, loop
-from gpu_replay.loops.constants import DIRTY, NO_KEY, NO_MASS, SHIFT, Counter
+from gpu_replay.loops.constants import DIRTY, NO_KEY, NO_MASS, SHIFT, Counter, Flag
 
 _ADDED, _FIRST, _STALE = Counter.ADDED, Counter.FIRST, Counter.STALE
 _SATURATED, _MAX_MASS = Counter.SATURATED, Counter.MAX_MASS
+_ENDED, _TRUNCATED, _STOPPED = Flag.TERMINATED | Flag.TRUNCATED, Flag.TRUNCATED, Flag.DEAD | Flag.CUT
 # numbers that fit in the cache; in a larger tree this many rows are located together
 _FAR, _TOGETHER = 2**18, 64
 _TREE = "int64[::1], int64[::1], int64[::1], int64[::1]"
@@ -130,15 +131,40 @@ def masses_of(numbers, ordered):
 masses = loop("(float64[::1], boolean)")(masses_of)
 
 
-@loop(f"(int64[::1], float64[::1], boolean, int64, int64, boolean, int64[::1], {_TREE}, int64[::1])")
+@inner
+def waiting_place(key, first, added, stream, flags, depth, open_masses):
+    """Where the mass of a live step that cannot be drawn yet waits until it can; -1 if it never will be.
+
+    stream: environments, frames of a stack, and whether the step after an ending carries the final observation.
+    """
+    envs, slots = stream[0], flags.size
+    env, age = key % envs, (added - 1) // envs - key // envs
+    if (age + 1) * envs >= open_masses.size:
+        # its window is complete, or never will be
+        return -1
+    newest = (added - envs + env) % slots
+    flag = flags[newest]
+    ended = flag & _ENDED
+    if flag & _STOPPED or depth[newest] < age or not (ended == 0 or (stream[2] != 0 and ended == _TRUNCATED)):
+        return -1
+    frames = min(depth[key % slots], stream[1] - 1)
+    return key % open_masses.size if key - frames * envs >= first else -1
+
+
+@loop(
+    f"(int64[::1], float64[::1], boolean, int64, int64, int64[::1], {_TREE}, int64[::1],"
+    " int64[::1], uint8[::1], int32[::1], int64[::1])"
+)
 def update(
-    keys, numbers, ordered, limit, capacity, tracks_eligibility, counters, flat, starts, low, high, changed_slots
-):
+    keys, numbers, ordered, limit, capacity, counters, flat, starts, low, high, changed_slots,
+    stream, flags, depth, open_masses,
+):  # fmt: skip
     """Give live keys their masses; the last of a repeated key wins.
 
     keys:     (B,). numbers, ordered: as in `masses_of`. limit: that masses are cut to.
-    tracks_eligibility: whether slots of mass 0 stay at 0.
     counters: count the largest mass given, keys that were not live, and masses that were cut.
+    stream:   as in `waiting_place`, flags to open_masses as in `ops.eligibility.Streams`: masses of steps that cannot
+              be drawn yet wait there; all are empty where everything stored can be drawn.
     """
     masses = masses_of(numbers, ordered)
     batch, levels, added = keys.size, starts.size - 1, counters[_ADDED]
@@ -155,7 +181,11 @@ def update(
         slot = key - lap
         slot -= capacity if slot >= capacity else 0
         old, mass = flat[slot], min(masses[row], limit)
-        if tracks_eligibility and old == 0:
+        if old == 0 and stream.size:
+            place = waiting_place(key, first, added, stream, flags, depth, open_masses)
+            if place >= 0:
+                open_masses[place] = mass
+                largest = max(largest, masses[row])
             continue
         largest = max(largest, masses[row])
         if changed_slots.size:
@@ -175,18 +205,22 @@ def update(
         sum_above(flat, starts, 0, capacity)
     counters[_STALE] += stale
     if largest > limit or largest > counters[_MAX_MASS]:
-        # only the last row of a key counts: going backwards, a leaf turns negative once its row was found
+        # only the last row of a key counts: going backwards, its mass turns negative once its row was found
         largest = 0
-        for row in range(batch - 1, -1, -1):
-            key = keys[row]
-            if first <= key < added and flat[key % capacity] > 0:
-                largest = max(largest, min(masses[row], limit))
-                counters[_SATURATED] += masses[row] > limit
-                flat[key % capacity] *= -1
-        for row in range(batch):
-            key = keys[row]
-            if first <= key < added:
-                flat[key % capacity] = abs(flat[key % capacity])
+        for turn in range(2):
+            for row in range(batch - 1, -1, -1):
+                key = keys[row]
+                if key < first or key >= added:
+                    continue
+                held, place = flat, key % capacity
+                if flat[place] == 0 and stream.size:
+                    held, place = open_masses, waiting_place(key, first, added, stream, flags, depth, open_masses)
+                if place < 0 or (held[place] > 0) == turn:
+                    continue
+                held[place] *= -1
+                if turn == 0:
+                    largest = max(largest, min(masses[row], limit))
+                    counters[_SATURATED] += masses[row] > limit
         counters[_MAX_MASS] = max(counters[_MAX_MASS], largest)
 
 

@@ -64,8 +64,8 @@ def windows(
     frame_slots: (2 * B, S), the stacks before the windows first.
     reward, discount: (B,) float32. terminated, truncated: (B,) bool, how the windows ended.
 
-    Where the observation after a window is not there, since it ends with the newest step, an ending whose final
-    observation was not given or a broken stream, the last one stands in its place.
+    Where the observation after a window is not stored, since it ends with the newest step, an ending without a stored
+    final observation or a broken stream, the last one stands in its place.
     """
     slots, n, batch = flags.size, powers.size - 1, starts.size
     lengths, lasts, endings, depths = np.empty((4, batch), dtype=np.int64)

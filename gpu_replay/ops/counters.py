@@ -22,9 +22,12 @@ LASTING = {
     "SATURATED": Counter.SATURATED,
     "FINALS": Counter.FINALS,
     "FLAWED": Counter.FLAWED,
+    "NONFINITE": Counter.NONFINITE,
+    "TERMINALS": Counter.TERMINALS,
+    "LOST_TERMINALS": Counter.LOST_TERMINALS,
 }
 # those that checkpoints of earlier versions lack
-ADDED_LATER = ("FLAWED",)
+ADDED_LATER = ("FLAWED", "NONFINITE", "TERMINALS", "LOST_TERMINALS")
 
 
 def counter_values(lasting: dict[str, int], seed: int) -> list[int]:

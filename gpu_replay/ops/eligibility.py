@@ -37,8 +37,8 @@ class StreamShape:
 
     next_step: whether the step after an ending carries the final observation.
     finals:    final observations kept apart from the ring; 0 with `next_step`.
-    hindsight: whether later goals are looked up: episodes are then remembered, and all endings have `Flag.FINAL` whose
-               final observation is there.
+    terminal:  whether those of terminated episodes are kept there too, where truncated ones leave a place.
+    hindsight: whether later goals are looked up: episodes are then remembered.
     """
 
     num_envs: int
@@ -47,6 +47,7 @@ class StreamShape:
     n_step: int
     next_step: bool
     finals: int
+    terminal: bool = False
     hindsight: bool = False
 
     @property
@@ -140,6 +141,36 @@ class Streams:
         """Bytes of all of it."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def waiting_masses(self, keys: Tensor, first: int, added: int) -> Tensor:
+        """(m,) int64 masses that wait until these live keys can be drawn, 0 where none does or they never will be.
+
+        As in `update_priorities`: a window that is not complete is open while neither an ending nor an interruption
+        followed its start, but for a truncated ending whose final observation is the next step's.
+        """
+        shape, slots = self.shape, keys % self.shape.slots
+        newest = (added - shape.num_envs + keys % shape.num_envs) % shape.slots
+        age, flags = (added - 1) // shape.num_envs - keys // shape.num_envs, self.flags[newest]
+        ended = flags & (Flag.TERMINATED | Flag.TRUNCATED)
+        is_open = (ended == 0) | (ended == Flag.TRUNCATED) if shape.next_step else ended == 0
+        is_open &= (flags & (Flag.DEAD | Flag.CUT) == 0) & (age < shape.n_step) & (self.depth[newest] >= age)
+        is_open &= keys - self.depth[slots].clamp(max=shape.stack - 1) * shape.num_envs >= first
+        masses = self.open_masses.view(-1)[keys % self.open_masses.numel()]
+        return torch.where(is_open, masses, 0)
+
+    def note_followed(self, added: int) -> None:
+        """Set `Flag.FINAL` of the endings that a reset step follows, which versions before 0.4 set for hindsight alone;
+        `added`: the next key.
+        """
+        shape = self.shape
+        written = min(added // shape.num_envs, shape.steps)
+        if shape.next_step and written > 1:
+            # from the oldest step on
+            rows = torch.arange(added // shape.num_envs - written, added // shape.num_envs, device=self.flags.device)
+            flags = self.flags.view(shape.steps, shape.num_envs)
+            by_age = flags[rows % shape.steps]
+            by_age[:-1] |= (by_age[1:] & Flag.DEAD != 0).to(torch.uint8) * Flag.FINAL
+            flags[rows % shape.steps] = by_age
+
 
 class GivenFinals(NamedTuple):
     """Final observations that come with T steps of E environments.
@@ -191,9 +222,9 @@ def make_add_step(
     pools: Mapping[str, Tensor],
     initial_counter: int | None,
 ) -> Callable[..., None]:
-    """Device: store a step; one launch a call. It takes the values, final observations or None, the flags `terminated`
-    and `truncated`, (num_envs,) bool, priorities or None, the keys to be filled, (num_envs,) int64, and whether all
-    values are aligned.
+    """Device: store a step; one launch a call. It takes the values, among them the flags `terminated` and `truncated`,
+    (num_envs,) bool, final observations or None, priorities or None, the keys to be filled, (num_envs,) int64, and
+    whether all values are aligned.
 
     masses, eligible_tree: the trees that this buffer keeps over the starts of windows, one or both.
     initial_counter: where the initial mass is found if it is there; else it is the one given to `masses`.
@@ -243,14 +274,13 @@ def make_add_step(
         SOURCE=-1 if initial_counter is None else initial_counter,
         NEXT_STEP=shape.next_step,
         FINAL_LAYOUT=final_layout,
+        TERMINAL=shape.terminal,
         HINDSIGHT=shape.hindsight,
     )
 
     def add_step(
         values: Mapping[str, Tensor],
         finals: Mapping[str, Tensor] | None,
-        terminated: Tensor,
-        truncated: Tensor,
         priorities: Tensor | None,
         keys: Tensor,
         ready: bool,
@@ -258,9 +288,9 @@ def make_add_step(
         if find_highest is not None:
             find_highest()
         inputs, kept = tuple([values[name] for name in names]), tuple([(finals or {})[name] for name in final_names])
-        ends = terminated.view(torch.uint8), truncated.view(torch.uint8)
+        ends = values["terminated"].view(torch.uint8), values["truncated"].view(torch.uint8)
         numbers = () if masses is None or priorities is None else (priorities,)
-        fits = (ready or aligned(*inputs)) and aligned(*kept) and aligned(*ends) and aligned(*numbers)
+        fits = (ready or aligned(*inputs, *ends)) and aligned(*kept) and aligned(*numbers)
         launch(inputs, kept, ends, numbers, keys, aligned=fits)
 
     return add_step

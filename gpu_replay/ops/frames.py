@@ -185,7 +185,6 @@ def make_gather_windows(
         NEXT_STEP=shape.next_step,
         ZERO=storage.padding == "zero",
         RANDOM_SHIFT=storage.random_shift if shifted else 0,
-        HINDSIGHT=shape.hindsight,
         SEQUENCES=length > 0,
         DRAWS=draws,
         # a product of the sum of rewards is rounded before it is added, as on the host

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from gpu_replay.ops.launch import Launch, aligned, per_program, reciprocal
 from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import MassTree, fanout_for, make_extreme
 from gpu_replay.ops.ring import moved_rows
+
+if TYPE_CHECKING:
+    from gpu_replay.ops.eligibility import Streams
 
 TreeArguments = tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]
 NO_TREE: TreeArguments = (), (), ()
@@ -125,13 +128,30 @@ def make_add(
     return add
 
 
+def _waiting(streams: Streams | None) -> dict[str, Any]:
+    """Arguments of `update_kernel` by which masses wait for their steps."""
+    if streams is None:
+        return {"streams": (), "envs": 1, "per_envs": 0, "stack": 1, "n_step": 0, "per_lines": 0, "NEXT_STEP": False}
+    shape = streams.shape
+    return {
+        "streams": (streams.flags, streams.depth, streams.open_masses),
+        "envs": shape.num_envs,
+        "per_envs": reciprocal(shape.num_envs),
+        "stack": shape.stack,
+        "n_step": shape.n_step,
+        "per_lines": reciprocal(streams.open_masses.numel()),
+        "NEXT_STEP": shape.next_step,
+    }
+
+
 def make_update(
-    masses: DeviceMasses | None, counters: Tensor, capacity: int, batch: int, *, tracks_eligibility: bool
+    masses: DeviceMasses | None, counters: Tensor, capacity: int, batch: int, streams: Streams | None
 ) -> Callable[[Tensor, Tensor, bool], None]:
     """Device: new masses for live keys, the last of a repeated key; one launch a call, two for more keys than a program
     takes. All priorities must be of one dtype; the last argument says that both are aligned.
 
-    tracks_eligibility: whether stored slots without mass exist, which no update may give any.
+    streams: of a trajectory buffer, whose stored slots without mass stay so; a mass for one that may get it when its
+             window is complete waits there.
     """
     from gpu_replay.kernels.priorities import last_wins_kernel, update_kernel
 
@@ -148,7 +168,7 @@ def make_update(
         programs,
         **shared,
         tree=NO_TREE if masses is None else masses.arguments,
-        TRACKS_ELIGIBILITY=tracks_eligibility,
+        **_waiting(None if masses is None else streams),
         FINDS_WINNERS=together > 0,
         num_warps=update_warps(together),
     )

@@ -27,7 +27,8 @@ _NOWHERE = np.zeros(0, dtype=np.int32)
 class KeptFinals(NamedTuple):
     """Which final observations a call keeps.
 
-    places: (T * E,) int32 row of the pool of each step, -1 where none is kept; or nothing.
+    places: (T * E,) int32 row of the pool of each step, -1 where no final observation came, -2 where the one of a
+            terminated episode found no place; or nothing.
     given, pool: (k,) given rows, and the distinct rows of the pool that they go to.
     """
 
@@ -58,12 +59,13 @@ class HostSteps:
     ) -> None:
         self._add = loops.add_steps.compiled()
         self._shape = shape = streams.shape
-        self._counters, self._owner = counters, streams.owner.numpy()
+        self._owned = streams.owner.numpy(), streams.flags.numpy(), counters
         tree, ones = trees if trees[0] is not None else trees[::-1]
         if tree is None:
             raise RuntimeError("a trajectory buffer keeps masses, an eligible tree or both; found neither.")
         # the last one: nobody has been warned of a flawed ending
-        self._settings = np.array([shape.num_envs, shape.stack, shape.next_step, *initial, 1], dtype=np.int64)
+        settings = shape.num_envs, shape.stack, shape.next_step, *initial, shape.terminal, 1
+        self._settings = np.array(settings, dtype=np.int64)
         metadata = [each.numpy().reshape(-1) for each in streams.tensors]
         eligible = (_NOTHING, _NOTHING) if ones is None else ones.host[:2]
         self._arguments = self._settings, *metadata, rewards, times_sampled, counters, *tree.host, *eligible
@@ -75,11 +77,9 @@ class HostSteps:
         shape, rows = self._shape, terminated.size
         places, moves = np.empty(rows, np.int32), np.empty((2, rows), np.int64)
         ended, cut, place_of = map(contiguous, (terminated, truncated, finals.place))
-        ring = self._owner, self._counters, shape.num_envs, shape.steps, shape.hindsight
-        count = loops.place_finals.compiled()(ended, cut, place_of, places, moves, *ring)
-        # of a row of the pool that is taken more than once the last one stays
-        given, pool = moves[:, max(0, count - shape.finals) : count]
-        return KeptFinals(places, given, pool) if count else NONE_KEPT
+        kinds = shape.num_envs, shape.terminal, shape.hindsight
+        count = loops.place_finals.compiled()(ended, cut, place_of, places, moves, *self._owned, *kinds)
+        return KeptFinals(places, *moves[:, :count])
 
     def add(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from devices import device_fixture as device_fixture
 from devices import on_device
 
 from gpu_replay import Field, TrajectoryReplayBuffer
+from gpu_replay.ops.eligibility import Flag
 
 gymnasium = pytest.importorskip("gymnasium")
 
@@ -208,3 +210,93 @@ def test_counts_and_places_are_those_of_the_checkpoint(tmp_path: Path, device: s
         assert loaded.state_dict()["settings"]["final_capacity"] == 3
     told(loaded, LOST, lambda: loaded.add(**step(truncated=True)))
     assert loaded.stats().lost_truncations == 2
+
+
+# one environment whose every number says its step: obs t, the final observation of step t is 100 + t
+NUMBERS = {"obs": Field((), torch.float32), "action": Field((), torch.int64)}
+
+
+def numbers(*letters: str, mode: str = "same_step", device: str, **settings: Any) -> TrajectoryReplayBuffer:
+    """A buffer of streams of steps: T terminated, U truncated, a full stop neither; of each the final observation."""
+    many = [[letter in ends for ends in ("T", "U") for letter in step] for step in zip(*letters, strict=True)]
+    envs = len(letters)
+    buffer = TrajectoryReplayBuffer(20 * envs, envs, NUMBERS, autoreset=mode, device=device, **settings)  # type: ignore[arg-type]
+    for number, flags in enumerate(many):
+        finals = {} if mode == "next_step" else {"final_obs": np.full(envs, 100.0 + number, np.float32)}
+        ends = {"terminated": np.array(flags[:envs]), "truncated": np.array(flags[envs:])}
+        rows = {"obs": np.full(envs, number, np.float32), "action": np.zeros(envs, np.int64)}
+        buffer.add(**rows, reward=np.zeros(envs), **ends, **finals)
+    return buffer
+
+
+def after(buffer: TrajectoryReplayBuffer, *keys: int) -> list[float]:
+    result: list[float] = buffer[list(keys)].next_obs.tolist()
+    return result
+
+
+def test_next_obs_of_a_terminated_window_is_its_final_observation(device: str) -> None:
+    assert after(numbers("..T..T", mode="next_step", device=device), 0, 1, 2, 5) == [1, 2, 3, 5]
+    kept = {"terminal_obs": True, "device": device}
+    assert after(numbers("..T..T", **kept), 0, 1, 2, 3, 5) == [1, 2, 102, 4, 105]
+    # windows of several steps, and a stack that ends with it
+    assert after(numbers("...T..", n_step=2, **kept), 0, 1, 2, 3) == [2, 3, 103, 103]
+    stacks = numbers("...T.", stack=3, mode="disabled", **kept)[[3]].next_obs
+    assert stacks.tolist() == [[2, 3, 103]]
+    # without the setting it is not kept, and the last one stands for it
+    assert after(numbers("..T..T", device=device), 1, 2, 5) == [2, 2, 5]
+
+
+def test_final_observations_of_terminated_episodes_outlive_copies_and_checkpoints(tmp_path: Path, device: str) -> None:
+    buffer = numbers("..T..", terminal_obs=True, device=device)
+    buffer.save(tmp_path / "c")
+    for other in (TrajectoryReplayBuffer.load(tmp_path / "c", device), copy.deepcopy(buffer)):
+        assert after(other, 2) == [102]
+        other.add(obs=[9.0], action=[0], reward=[0.0], terminated=[True], truncated=[False], final_obs=[50.0])
+        assert after(other, 5) == [50]
+    with pytest.raises(ValueError, match="terminal_obs"):
+        numbers("..", device=device).load_state_dict(buffer.state_dict())
+
+
+def test_a_state_of_an_earlier_version_gives_final_observations_too(device: str) -> None:
+    """It knows no flag for them where the next step has them."""
+    buffer = numbers("..T..U..T", "....T....", mode="next_step", device=device)
+    state = buffer.state_dict()
+    state["tensors"]["streams.flags"] &= 255 - Flag.FINAL
+    for name in ("NONFINITE", "TERMINALS", "LOST_TERMINALS"):
+        del state["counters"][name]
+    buffer.load_state_dict(state)
+    assert after(buffer, 2, 4, 8, 10, 9, 16) == [2, 3, 5, 6, 5, 8]
+
+
+def test_truncated_episodes_take_the_places_of_terminated_ones(device: str) -> None:
+    settings = {"terminal_obs": True, "final_capacity": 2, "device": device}
+    buffer = numbers("TT.U", **settings)
+    assert (after(buffer, 0, 1, 3), buffer.stats().lost_terminal_obs) == ([100, 1, 103], 1)
+    buffer = numbers("TTUUT", **settings)
+    assert (after(buffer, 0, 1, 2, 3, 4), buffer.stats().lost_terminal_obs) == ([0, 1, 102, 103, 4], 3)
+    # of one step the truncated ones come first
+    buffer = numbers("T", "T", "U", "T", **{**settings, "final_capacity": 3})
+    assert (after(buffer, 0, 1, 2, 3), buffer.stats().lost_terminal_obs) == ([100, 100, 100, 0], 1)
+    buffer = numbers("T", "U", **{**settings, "final_capacity": 1})
+    assert (after(buffer, 0, 1), buffer.stats().lost_terminal_obs) == ([0, 100], 1)
+    assert buffer.stats().lost_truncations == 0
+
+
+def test_terminal_obs_without_a_place_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match="final_capacity=0. Raise it"):
+        numbers("..", terminal_obs=True, final_capacity=0, device=device)
+    with pytest.raises(TypeError, match="terminal_obs"):
+        numbers("..", terminal_obs=1, device=device)
+
+
+def test_rewards_that_are_not_finite_are_counted(device: str) -> None:
+    buffer = TrajectoryReplayBuffer(40, 2, NUMBERS, autoreset="next_step", device=device)
+    given = [[1.0, np.nan], [np.inf, 0.0], [-np.inf, 3.4e38], [0.0, np.nan]]
+    for number, reward in enumerate(given):
+        ends = {"terminated": [number == 2, False], "truncated": [False, False]}
+        buffer.add(obs=[0.0, 0.0], action=[0, 0], reward=reward, **ends)
+    buffer.extend(obs=np.zeros((2, 2), np.float32), action=np.zeros((2, 2), np.int64), reward=[[0, np.nan], [0, 0]],
+                  terminated=np.zeros((2, 2), bool), truncated=np.zeros((2, 2), bool))  # fmt: skip
+    assert buffer.stats().nonfinite_rewards == 5
+    restored = copy.deepcopy(buffer)
+    assert restored.stats().nonfinite_rewards == 5

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from pairs import RowPair, StepPair, numbered, play
 from tolerances import close
 from transitions import EXACT, fill, make
 
-from gpu_replay import Field, Proportional, ReplayBuffer
+from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer
 
 pytestmark = pytest.mark.contract
 
@@ -163,10 +164,24 @@ LIVES: dict[str, tuple[Any, ...]] = {
             ("c...", [1]),
         ],
     ),
-    "an update cannot wake a start that is not complete": (
+    "an update of a start that is not complete waits, and the last one counts": (
         {"n_step": 2, "autoreset": "same_step"},
-        # 1 and 2 end in a truncation that was not seen, 3 and 4 wait; nor is it remembered
-        [("..U..", [1]), ([[1, 2, 3, 4], [50, 60, 70, 80]], [1]), (".", [1, 0, 0, 1])],
+        # 1 and 2 end in a truncation that was not seen: theirs are ignored; 5 gets the largest ever given, 90
+        [
+            ("..U..", [1]),
+            ([[1, 2, 3, 4], [500, 600, 70, 90]], [1]),
+            ([[4, 4], [30, 80]], [1]),
+            (".", [1, 0, 0, 70]),
+            ("..", [1, 0, 0, 70, 80, 90]),
+        ],
+    ),
+    "an update waits for the final observation of a truncated episode": (
+        {"n_step": 2},
+        [("..U", [1]), ([[1, 2], [5.0, 7.0]], [1]), ([[-1, 2], [9.0, 6.0]], [1]), (".", [1, 5, 6])],
+    ),
+    "an update of a start whose stack is not stored is ignored": (
+        {"stack": 3, "n_step": 2},
+        [("...", [1]), ("c..", []), ([[3, 4], [5, 7]], []), ("...", [0, 0, 0, 0, 0, 1])],
     ),
 }
 
@@ -184,3 +199,34 @@ def test_masses_worked_out_by_hand(name: str, device: str) -> None:
             pair.add([numbered(pair.model.count, env, FIELDS, priority=float(own)) for env, own in enumerate(call)])
         pair.check()
         assert units(pair) == expected + [0] * (pair.model.capacity - len(expected))
+
+
+@pytest.mark.parametrize("sampler", [EXACT, RankBased(), Combined(Proportional(alpha=0.5), newest=1)], ids=str)
+def test_what_an_actor_updates_after_its_add_is_kept(sampler: Any, tmp_path: Path, device: str) -> None:
+    pair, given = StepPair(30, 2, sampler=sampler, fields=FIELDS, n_step=3, autoreset="disabled", device=device), []
+    for number in range(9):
+        pair.add([numbered(number, env, FIELDS, terminated=(number, env) == (5, 1)) for env in range(2)])
+        keys, numbers = [2 * number, 2 * number + 1], [2.0 + number, 32.0 + number]
+        pair.update(keys, numbers)
+        given += numbers
+        assert close(pair.buffer.priorities(keys), numbers, "priority")
+        pair.check_all()
+        if number in (4, 7):
+            pair.renew("checkpoint" if number == 4 else "state")
+    # the last three of each environment still wait, but for the ended episode's
+    assert close(pair.buffer.priorities(list(range(18))), given, "priority")
+    assert pair.buffer.stats().eligible == 12
+    pair.sample(5)
+
+
+def test_priorities_before_eligibility_come_to_count_also_in_long_updates(device: str) -> None:
+    """An update by several programs on a device; on the host one that sums everything anew."""
+    pair = StepPair(6_000, 1_000, sampler=EXACT, fields=FIELDS, n_step=2, autoreset="same_step", device=device)
+    for number in range(2):
+        pair.add([numbered(number, env, FIELDS) for env in range(1_000)])
+    keys = [*range(2_000), *range(1_000, 2_000)]
+    pair.update(keys, [1.0 + key % 7 for key in range(3_000)])
+    for number in (2, 3):
+        pair.add([numbered(number, env, FIELDS) for env in range(1_000)])
+    pair.check_all()
+    assert units(pair)[:2_000] == [1.0 + key % 7 for key in [*range(1_000), *range(2_000, 3_000)]]

@@ -372,7 +372,7 @@ class TestHost:
                 raise KeyboardInterrupt
 
             with monkeypatch.context() as patch:
-                for owner, name in ((buffer._storage, "reset_from"), (buffer._made_engine.sampling, "on_clear")):
+                for owner, name in ((buffer._storage, "reset_after"), (buffer._made_engine.sampling, "on_clear")):
                     patch.setattr(owner, name, interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     first()

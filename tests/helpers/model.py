@@ -156,9 +156,17 @@ class Model:
     def update(self, keys: Sequence[int], priorities: Sequence[float]) -> None:
         live = self.live()
         self.stale += sum(key not in live for key in keys if key != -1)
-        winners = {key: abs(value) for key, value in zip(keys, priorities, strict=True) if key in self.held}
+        given = {key: abs(value) for key, value in zip(keys, priorities, strict=True)}
+        winners = {key: value for key, value in given.items() if key in self.held}
+        waiting = {key: value for key, value in given.items() if key not in winners and self.waits(key)}
         self.held |= winners
-        self.note(winners.values())
+        for key, value in waiting.items():
+            self.put(key, "priority", {"priority": value})
+        self.note([*winners.values(), *waiting.values()])
+
+    def waits(self, key: int) -> bool:
+        """Whether a key is that of something that may be drawn later."""
+        return False
 
     def write(self, keys: Sequence[int], names: Sequence[str], values: Sequence[Any]) -> None:
         """Put these values, one for each key, in the place of what is stored."""
@@ -179,11 +187,16 @@ class Model:
     def mass(self, key: int) -> int:
         return mass_of(self.held[key], self.base, self.capacity)
 
+    def given(self, key: int) -> float | None:
+        """The priority of a live key, or None."""
+        return self.held.get(key)
+
     def told(self, key: int) -> float:
-        """The priority of a key as the buffer tells it: of a mass what its power was."""
-        if self.by_rank:
-            return self.held[key]
-        return max((self.mass(key) / UNIT) ** (1 / self.base.alpha) - self.base.eps, 0.0)
+        """The priority of a live key as the buffer tells it: of a mass what its power was."""
+        given = self.given(key)
+        if given is None or self.by_rank:
+            return given or 0.0
+        return max((mass_of(given, self.base, self.capacity) / UNIT) ** (1 / self.base.alpha) - self.base.eps, 0.0)
 
     def masses(self) -> list[int]:
         """In slot order."""
@@ -343,6 +356,8 @@ class Model:
             "saturated_priorities": 0,
             "lost_truncations": 0,
             "unexpected_resets": 0,
+            "nonfinite_rewards": 0,
+            "lost_terminal_obs": 0,
         }
 
 
@@ -400,12 +415,14 @@ class StepModel(Model):
         autoreset: str = "next_step",
         padding: str = "reset",
         final_capacity: int | None = None,
+        terminal_obs: bool = False,
         relabel: Any = None,
     ) -> None:
         self.num_envs, self.turn = num_envs, capacity // num_envs
         super().__init__(self.turn * num_envs, sampler, seed)
         self.stack, self.n_step, self.gamma, self.autoreset = stack, n_step, gamma, autoreset
         self.padding, self.final_capacity, self.relabel = padding, final_capacity, relabel
+        self.terminal_obs = terminal_obs or relabel is not None
         # one list of steps for each environment
         self.steps: list[list[Step]] = [[] for _ in range(num_envs)]
         # environment and step before which `begin_episodes` was called
@@ -452,6 +469,12 @@ class StepModel(Model):
         env, number = self.view().place(key)
         self.steps[env][number][name] = value[name]
 
+    def waits(self, key: int) -> bool:
+        return key in self.live() and key not in self.held and self.view().open(*self.view().place(key))
+
+    def given(self, key: int) -> float | None:
+        return self._own(key) if self.waits(key) else super().given(key)
+
     def clear(self) -> None:
         self.cleared.append(self.count)
         self.held, self._view = {}, None
@@ -490,7 +513,15 @@ class StepModel(Model):
         return "unexpected_resets" if next_step else "lost_truncations", found
 
     def stats(self) -> dict[str, float]:
-        return super().stats() | dict([self.flaws()])
+        view = self.view()
+        rewards = [
+            step["reward"]
+            for steps, marks in zip(self.steps, view.marks, strict=True)
+            for step, (_, dead) in zip(steps, marks, strict=True)
+            if not dead
+        ]
+        counted = {"nonfinite_rewards": len(rewards) - sum(map(math.isfinite, rewards)), "lost_terminal_obs": view.lost}
+        return super().stats() | counted | dict([self.flaws()])
 
     def windows(self, length: int, strict: bool = False, stride: int = 1) -> list[int]:
         """Keys of the starts of which a sequence may be drawn."""
@@ -508,6 +539,8 @@ class View:
         # of each environment and step: the first step of its episode, and whether it is dead
         self.marks = [self._marks(env) for env in range(history.num_envs)]
         self.oldest = max([0, self.count - history.turn, *history.cleared])
+        # final observations of terminated episodes that found no row, or lost it
+        self.lost = 0
         self.kept = self._kept()
         self._eligible: list[int] | None = None
 
@@ -527,24 +560,42 @@ class View:
         return marks
 
     def _kept(self) -> set[tuple[int, int]]:
-        """Environment and step of every final observation that found a row in the side ring."""
+        """Environment and step of every final observation that found a row, and that none has taken from it.
+
+        Truncated episodes take the rows in turn, if need be from terminated ones. Those each try one row, in turn from
+        the other end. With hindsight both take free rows in one turn, the truncated ones of a step first.
+        """
         history = self.model
         rows = history.capacity if history.final_capacity is None else history.final_capacity
         if history.autoreset == "next_step" or rows == 0:
             return set()
-        kept: list[tuple[int, int]] = []
+        kept: set[tuple[int, int]] = set()
+        # environment and step in each row, and whether it was truncated
+        held: dict[int, tuple[int, int, bool]] = {}
+        shared, taken, tried = history.relabel is not None, 0, 0
         for number in range(self.count):
             oldest = max([0, number + 1 - history.turn, *(each for each in history.cleared if each <= number)])
-            for env in range(history.num_envs):
-                step = history.steps[env][number]
-                wanted = step["truncated"] and not step["terminated"]
-                if history.relabel is not None:
-                    wanted = step["truncated"] or step["terminated"]
-                # the row that comes next must not belong to a step that is still stored
-                free = len(kept) < rows or kept[len(kept) - rows][1] < oldest
-                if wanted and step.get("final") is not None and free:
-                    kept.append((env, number))
-        return set(kept)
+            now = [(env, steps[number]) for env, steps in enumerate(history.steps)]
+            ends = [(env, True) for env, step in now if step["truncated"] and not step["terminated"]]
+            if history.terminal_obs:
+                ends += [(env, False) for env, step in now if step["terminated"]]
+            for env, cut in ends:
+                if history.steps[env][number].get("final") is None:
+                    continue
+                row = taken % rows if cut or shared else rows - 1 - tried % rows
+                tried += not cut and not shared
+                owner = held.get(row)
+                lives = owner is not None and owner[1] >= oldest
+                if owner is not None and lives and (shared or not cut or owner[2]):
+                    self.lost += not cut
+                    continue
+                if owner is not None and lives:
+                    kept.remove(owner[:2])
+                    self.lost += 1
+                held[row] = env, number, cut
+                kept.add((env, number))
+                taken += cut or shared
+        return kept
 
     # what is stored, and what can be drawn
 
@@ -582,6 +633,18 @@ class View:
         if last["truncated"] and self.model.autoreset != "next_step":
             return (env, start + length - 1) in self.kept
         return self._same_episode(env, start, start + length)
+
+    def open(self, env: int, start: int) -> bool:
+        """Whether a stored start that cannot be drawn may be complete after further steps."""
+        last = self.count - 1
+        dead, broken = self.marks[env][last][1], (env, self.count) in self.model.broken
+        if dead or broken or last - start >= self.model.n_step or not self._same_episode(env, start, last):
+            return False
+        if self._stack_numbers(env, start)[0] < self.oldest:
+            return False
+        step = self.model.steps[env][last]
+        # the final observation of a truncated episode is still to come
+        return not step["terminated"] and (not step["truncated"] or self.model.autoreset == "next_step")
 
     def _same_episode(self, env: int, one: int, other: int) -> bool:
         return other < self.count and self.marks[env][one][0] == self.marks[env][other][0]
@@ -639,7 +702,7 @@ class View:
 
     def _shown(self, env: int, start: int) -> tuple[dict[str, Any], Step]:
         """A step as batches show it, and the last one of its window as far as that is stored: further fields as they
-        were given, stacks, reward, discount, and what comes after; None where that is unspecified.
+        were given, stacks, reward, discount, and what comes after.
         """
         steps, gamma, numbers = self.model.steps[env], self.model.gamma, [start]
         for number in range(start + 1, min(start + self.model.n_step, self.count)):
@@ -657,5 +720,5 @@ class View:
             else:
                 # what was not seen is replaced by the last that was
                 after = self.frames(name, env, last + 1 if self._same_episode(env, start, last + 1) else last)
-            shown |= {name: self.frames(name, env, start), f"next_{name}": None if steps[last]["terminated"] else after}
+            shown |= {name: self.frames(name, env, start), f"next_{name}": after}
         return shown, steps[last]

@@ -92,17 +92,24 @@ def taken_by(buffer: Any, steps: Sequence[Step], fields: Mapping[str, Field]) ->
 
 
 def lettered(
-    number: int, letters: Sequence[str], fields: Mapping[str, Field] = FIELDS, *, final: bool = False, **more: Any
+    number: int,
+    letters: Sequence[str],
+    fields: Mapping[str, Field] = FIELDS,
+    *,
+    final: bool = False,
+    terminal: bool = False,
+    **more: Any,
 ) -> list[Step]:
     """Step `number` of all environments: T terminated, U truncated, B both, a full stop none of them.
 
-    final: whether final observations are given. more: values of all of them; the reward is 2^number.
+    final: whether final observations are given; `terminal`: also of terminated episodes. more: values of all of them;
+    the reward is 2^number.
     """
     steps = []
     for env, letter in enumerate(letters):
         flags = {"terminated": letter in "TB", "truncated": letter in "UB"}
         step = numbered(number, env, fields, **{"reward": 2.0**number, **more}, **flags)
-        steps.append(step | ({"final": final_of(step, letter in "UB")} if final else {}))
+        steps.append(step | ({"final": final_of(step, letter in ("TUB" if terminal else "UB"))} if final else {}))
     return steps
 
 
@@ -115,7 +122,7 @@ def play(target: Any, *streams: str, fields: Mapping[str, Field] = FIELDS, final
         if letters[0] in "c|":
             (target.clear if letters[0] == "c" else target.begin_episodes)()
         else:
-            target.add(lettered(target.model.count, letters, fields, final=final))
+            target.add(lettered(target.model.count, letters, fields, final=final, terminal=target.model.terminal_obs))
 
 
 # whoever copies a buffer to another process does it so
@@ -255,7 +262,7 @@ class Both:
             kind = "priority" if "priority" in name else "statistic"
             assert close([found[name]], [value], kind) or (math.isnan(value) and math.isnan(found[name])), name
         if (model.by_mass or model.by_rank) and model.base.alpha:
-            wanted = [model.told(key) if key in model.held else 0.0 for key in live]
+            wanted = [model.told(key) for key in live]
             given = buffer.priorities(list(live))
             assert close(given, wanted, "priority") if model.by_mass else given.tolist() == wanted
         else:

@@ -149,6 +149,7 @@ def any_program(
         }
         if settings["autoreset"] != "next_step":
             settings["final_capacity"] = draw.choice((None, None, 0, 1, 3))
+            settings["terminal_obs"] = settings["final_capacity"] != 0 and draw.random() < 0.5
         if draw.random() < 0.15:
             settings |= {"n_step": 1, "fields": "goals", "relabel": draw.choice(("future", "final", "episode"))}
         settings |= known
@@ -209,7 +210,7 @@ class Player:
             ends = [letter.replace("B", "TU").replace(".", "") for letter in step]
             made = [goal_step(number, env, end=end, final=final) for env, end in enumerate(ends)]
         else:
-            made = lettered(number, step, self.pair.fields, final=final)
+            made = lettered(number, step, self.pair.fields, final=final, terminal=model.terminal_obs)
         for env, each in enumerate(made):
             # of a reset step the reward may be anything, but should be 0
             dead = number == model.count and model.view().next_is_dead(env)

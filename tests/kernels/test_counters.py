@@ -27,6 +27,9 @@ SAVED = {
     "SATURATED": 8,
     "FINALS": 14,
     "FLAWED": 15,
+    "NONFINITE": 16,
+    "TERMINALS": 17,
+    "LOST_TERMINALS": 19,
 }
 
 

@@ -261,10 +261,9 @@ def test_a_priority_that_is_not_finite_counts_as_none(device: str) -> None:
         ends = [[False, False, False, True], [False] * 4]
         for terminated, given in zip(ends, (numbers, [1.0, 1.0, 1.0, float("nan")]), strict=True):
             values = {"obs": torch.zeros(4, 3), "action": torch.zeros(4, dtype=torch.int64), "reward": torch.zeros(4)}
+            values |= {"terminated": torch.tensor(terminated), "truncated": torch.zeros(4, dtype=torch.bool)}
             engine.add_step(
                 {name: value.to(device) for name, value in values.items()},
-                torch.tensor(terminated, device=device),
-                torch.zeros(4, dtype=torch.bool, device=device),
                 torch.tensor(given, dtype=torch.float64, device=device),
                 None,
                 False,

@@ -175,6 +175,17 @@ def test_values_of_other_streams_are_held_until_they_are_read(cuda: FakeCuda) ->
     assert readers == [side, cuda.default]
 
 
+def test_every_value_of_an_add_is_noted_for_the_stream_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags too: their memory may be another stream's."""
+    noted: set[int] = set()
+    monkeypatch.setattr(StreamOrder, "reads", lambda order, values: noted.update(each.data_ptr() for each in values))
+    step = {"obs": torch.zeros(8, 2), "action": torch.zeros(8, dtype=torch.int64), "reward": torch.zeros(8)}
+    step |= {name: torch.zeros(8, dtype=torch.bool) for name in ("terminated", "truncated")}
+    with recorded():
+        made(64, OBSERVED, Proportional(), {"autoreset": "same_step"}, 8).add(**step)
+    assert [name for name, value in step.items() if value.data_ptr() not in noted] == []
+
+
 # every call takes its turn
 
 OBSERVED = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
