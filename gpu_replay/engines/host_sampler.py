@@ -45,8 +45,8 @@ class HostSampler:
             codes.host = codes.host._replace(changed_slots=self._ranks.changed_slots)
         tree = (_NONE,) * 5 if state.tree is None else state.tree.host
         self.arrays = self.counters, self.times_sampled, *tree
-        rule = state.rule
-        self._update_arguments = rule.ordered, rule.limit, self.capacity, self.counters, *tree, *storage.waiting_arrays()
+        rule, waiting = state.rule, storage.waiting_arrays()
+        self._update_arguments = rule.ordered, rule.limit, self.capacity, self.counters, *tree, *waiting
         self._finish = ring_loops.finish.compiled()
         self.rebuild(seed)
 

@@ -179,6 +179,8 @@ class TrajectoryStorage(Storage):
     finals:       for each of them the (shape.finals, *field.shape) kept final observations.
     """
 
+    streams: Streams
+
     def __init__(
         self, settings: StreamSettings, fields: dict[str, Field], device: torch.device, memory: MakeMemory | None = None
     ) -> None:

@@ -104,6 +104,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "atari to bfloat16": (100, FRAMES["atari to bfloat16"], Latest(), {"stack": 2, "random_shift": 4}),
     "atari to float": (100, FRAMES["atari to float"], Combined(EVERYTHING, 3), {"stack": 4, "n_step": 12, **SAME_STEP}),
     "goals": (5_000, GOALS, PLAIN, {"relabel": Hindsight(reward_fn=distances)}),
+    "terminal observations": (100, VECTORS, PLAIN, {"terminal_obs": True, **SAME_STEP}),
     "steps of vectors": (20_000, VECTORS, Proportional(stratified=False, initial="stored"), {}),
 }
 MORE_CASES: dict[str, tuple[Any, ...]] = {
