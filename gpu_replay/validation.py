@@ -268,7 +268,8 @@ def _single_row(
             values[name] = np.array((value,), dtype)
         else:
             array = value if isinstance(value, (Tensor, np.ndarray)) else _array_from(name, value)
-            if array.ndim != len(shape):
+            # what is empty, such as [], is no row
+            if array.ndim != len(shape) or (shape and not len(array)):
                 return {}
             values[name] = as_field(name, array[None], field, 1, device, on_host=on_host)
     return values
@@ -298,8 +299,8 @@ def device_rows(
 def as_field(
     name: str, value: Any, field: Field, rows: int | None, device: torch.device, *, on_host: bool, steps: bool = False
 ) -> Any:
-    """The value as `[m, *field.shape]` of the field's dtype, of a scalar also given as `[m, 1]`: a tensor on the CPU or
-    on `device`, or, for the host's engine, an array as `numpy_view` shows it.
+    """The value as `[m, *field.shape]` of the field's dtype, of a scalar also given as `[m, 1]`, of no rows as `[0]`: a
+    tensor on the CPU or on `device`, or, for the host's engine, an array as `numpy_view` shows it.
 
     rows:  the `m` that the other fields of this call have, or None. steps: whether it is the number of environments.
     Raises TypeError or ValueError that names the field; values and the buffer stay as they were.
@@ -308,6 +309,10 @@ def as_field(
     if not field.shape and array.ndim == 2 and array.shape[1] == 1:
         array = array.reshape(-1)
     sides, shape = field.shape, tuple(array.shape)
+    if shape == (0,) and not steps:
+        # no rows, such as [], have no sides
+        array = array.reshape(0, *sides)
+        shape = (0, *sides)
     if steps and shape != (rows, *sides):
         raise ValueError(
             f"field {name!r} needs shape {[rows, *sides]}, one step of each of the {rows} environments; found "

@@ -83,6 +83,54 @@ def test_a_row_that_does_not_fit_is_refused(
     assert len(buffer) == 0
 
 
+NOTHING: dict[str, Any] = {
+    "list": [],
+    "tuple": (),
+    "array": np.array([]),
+    "integers": np.zeros(0, np.int64),
+    "tensor": torch.empty(0),
+    "array of the right sides": np.zeros((0, 6, 8), np.uint8),
+}
+
+
+@pytest.mark.parametrize("form", NOTHING)
+def test_no_rows_of_vectors_and_images_are_stored(form: str, device: str) -> None:
+    nothing = NOTHING[form]
+    fields = ROW | {"image": Field((6, 8), torch.uint8), "note": Field((3,), torch.bfloat16)}
+    buffer = ReplayBuffer(5, fields, sampler=RankBased(), device=device)
+    buffer.add(**{name: np.zeros((2, *field.shape), np.uint8) for name, field in fields.items()})
+    before, image = whole_state(buffer), {"image": nothing}
+    empty = image | {key: [] for key in ("obs", "action", "reward", "terminated", "note")}
+    if isinstance(nothing, torch.Tensor):
+        empty = {name: nothing.to(device) if name in ("image", "obs") else value for name, value in empty.items()}
+    for order in (empty, dict(reversed(empty.items()))):
+        keys = buffer.add(**order, priority=[])
+        assert (keys.tolist(), keys.dtype, keys.device) == ([], torch.int64, buffer.device)
+    buffer.write([], **empty)
+    assert whole_state(buffer) == before
+    for other, words in (
+        ({"obs": np.zeros((2, 2))}, "rows where the others"),
+        ({"image": [[]]}, "'image' needs shape"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            buffer.add(**empty | other)
+    with pytest.raises(ValueError, match="a row for each of 1 keys; found 0"):
+        buffer.write([1], **empty)
+    assert whole_state(buffer) == before
+
+
+def test_no_rows_are_no_step(device: str) -> None:
+    fields = {name: ROW[name] for name in ("obs", "action")}
+    for envs in (1, 2):
+        buffer = TrajectoryReplayBuffer(10, envs, fields, device=device, autoreset="same_step")
+        empty: dict[str, Any] = {key: [] for key in ("obs", "action", "reward", "terminated", "truncated")}
+        with pytest.raises(ValueError, match=rf"'obs' needs shape \[{envs}, 2\], one step of each.*found \[0\]"):
+            buffer.add(**empty)
+        with pytest.raises(ValueError, match=rf"'obs' needs shape \[T, {envs}, 2\].*found \[0\]"):
+            buffer.extend(**empty)
+        assert buffer.added == 0
+
+
 def test_gymnasiums_reset_rows_are_left_out_also_where_all_environments_end_at_once(device: str) -> None:
     envs = gymnasium.make_vec("Pendulum-v1", num_envs=2, vectorization_mode="sync", max_episode_steps=4)
     buffer = ReplayBuffer.from_spaces(50, envs.single_observation_space, envs.single_action_space, device=device)
