@@ -7,6 +7,7 @@ is refused where it is needed. The buffer owns all state.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
@@ -39,6 +40,10 @@ from gpu_replay.stats import (
     uniform_distribution,
 )
 from gpu_replay.validation import MOST_EXPONENT, check_bool, check_choice, check_float, check_int
+
+# the first sample asks for the chances of all places of up to so many, and how far from 1 their sum may be
+MOST_CHECKED = 1_000_000
+SUM_TOLERANCE = 1e-6
 
 
 def _put(settings: object, **numbers: float | None) -> None:
@@ -130,6 +135,8 @@ class HostState(Protocol):
 
     random: HostWords
     capacity: int
+    # whether a sampler of one's own was asked for the chances of all places
+    chances_checked: bool
 
     @property
     def step(self) -> int: ...
@@ -205,7 +212,9 @@ class BaseSampler(Sampler):
                 return np.where(places >= total - window, 1 / window, 0.0)
 
     It draws from all eligible rows, and works in both buffers on the CPU, in `Combined`, in `stats()` and in
-    checkpoints, which keep its fields; a program that loads one must have defined the class. Weights are
+    checkpoints; a program that loads one must have defined the class. Its fields are numbers, strings, bools, None,
+    LinearSchedule, and tuples, lists and string-keyed dicts of these, and come back as they were; another kind is a
+    TypeError when a buffer is made. A `field(init=False)` may be anything: it is not saved. Weights are
     `(chance / smallest chance in the batch) ** -beta`, with `beta` 0 unless the class defines it.
     """
 
@@ -240,7 +249,11 @@ class BaseSampler(Sampler):
         """
 
     def chances(self, places: np.ndarray, total: int) -> np.ndarray:
-        """Return the probability, (n,) float64, that one row is at each of these places; without priorities."""
+        """Return the probability, (n,) float64, that one row is at each of these places; without priorities.
+
+        Over all places they sum to 1 (to 1e-6): ValueError at the first sample of a buffer from which at most a million
+        rows can be drawn, and in `stats()`.
+        """
         return np.full(places.size, 1 / total)
 
     @property
@@ -305,13 +318,26 @@ class BaseSampler(Sampler):
             raise ValueError(
                 f"{self}: chances of {count} drawn places must be {count} numbers above 0; found {chances}."
             )
+        if not host.chances_checked and total <= MOST_CHECKED:
+            self._all_chances(total)
+            host.chances_checked = True
         return Rows(slots_at(places), chances, 1.0)
 
     def _everything(self, host: HostState) -> tuple[np.ndarray, np.ndarray]:
         """All slots that can be drawn, and what their chances are proportional to."""
         total, slots_at = self._drawable(host, 0)
-        places = np.arange(total)
-        return slots_at(places.copy()), np.asarray(self.chances(places, total), dtype=np.float64)
+        return slots_at(np.arange(total)), self._all_chances(total)
+
+    def _all_chances(self, total: int) -> np.ndarray:
+        """The probability, (total,) float64, of each place; ValueError where they are no probabilities."""
+        chances = np.asarray(self.chances(np.arange(total), total), dtype=np.float64)
+        if chances.shape != (total,) or not (chances >= 0).all() or not abs(chances.sum() - 1) <= SUM_TOLERANCE:
+            raise ValueError(
+                f"{self}: chances of all {total} places must be {total} numbers, at least 0, that sum to 1; found "
+                f"shape {list(chances.shape)}, the sum {chances.sum():.7g} and the smallest "
+                f"{chances.min(initial=math.inf):g}. Divide them by their sum over all places."
+            )
+        return chances
 
     def _drawable(
         self, host: HostState, skipped: int, needed: int = 1, *, by_key: bool = True
@@ -327,7 +353,7 @@ class BaseSampler(Sampler):
 
     def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         """Of one row, given what is kept."""
-        return chance_distribution(self.chances(np.arange(eligible), max(1, eligible)))
+        return chance_distribution(self._all_chances(eligible) if eligible else np.zeros(0))
 
 
 @dataclass(frozen=True)

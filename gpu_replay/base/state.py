@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpu_replay.base.refusals import HALF_LOADED, Refusing, class_only, refuse_for_spawned, refuse_in_forks
 from gpu_replay.checkpoint import state as checkpoint_state
-from gpu_replay.checkpoint.config import config_of
+from gpu_replay.checkpoint.config import check_described, config_of, describe_sampler
 from gpu_replay.checkpoint.joint import KIND, NO_SETTINGS, SINGLE, BufferCheckpoint, Share
 from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.engines.host_sampler import HostSampler
@@ -91,6 +91,7 @@ class StatefulBuffer(SharedSettings, ABC):
         self._capacity = capacity
         self._fields = fields
         self._sampler = check_sampler(sampler)
+        check_described(sampler)
         self._needs = lru_cache(64)(sampler.needs)
         self._device = check_device(device)
         self._placement = check_placement(self._device, storage_device, storage_path)
@@ -198,6 +199,13 @@ class StatefulBuffer(SharedSettings, ABC):
     def _arguments(self) -> dict[str, Any]:
         """The constructor's arguments that two buffers must share for one to load the state of the other."""
         return {"capacity": self._capacity, "fields": self._fields, "sampler": self._sampler}
+
+    def _has(self, setting: str, value: Any) -> bool:
+        """Whether a setting, by its name, is this value; a sampler by what checkpoints keep of it."""
+        found = getattr(self, setting)
+        if isinstance(value, Sampler):
+            return describe_sampler(found) == describe_sampler(value)
+        return bool(found == value)
 
     def _all_arguments(self) -> dict[str, Any]:
         """The constructor's arguments for a buffer like this one."""

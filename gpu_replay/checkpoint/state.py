@@ -79,7 +79,8 @@ def checked_snapshot(buffer: BufferState, snapshot: Mapping[str, Any]) -> Callab
     for name in ("settings", "counters", "tensors"):
         if not isinstance(snapshot[name], Mapping):
             raise TypeError(f"the state's {name} must be a dictionary; found {type(snapshot[name]).__name__}.")
-    unlike = difference(buffer.config, renewed(snapshot["settings"]))
+    settings = snapshot["settings"]
+    unlike = difference(buffer.config, {**settings, "sampler": renewed(settings.get("sampler"))})
     if unlike is not None:
         raise ValueError(f"the state is of another buffer: {unlike}. Make a buffer with the same settings.")
     counters = checked_counters(snapshot["counters"])

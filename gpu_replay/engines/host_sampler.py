@@ -57,7 +57,7 @@ class HostSampler:
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state and draw from the stream of this seed, from the counter's position on."""
-        self.random = HostWords(seed)
+        self.random, self.chances_checked = HostWords(seed), False
 
     def on_clear(self) -> None:
         """Reset host state after `clear`: there is none."""

@@ -19,7 +19,7 @@ def load_like(path: str | Path, device: torch.device, **wanted: Any) -> Trajecto
     """The saved buffer; what follows begins new episodes. Raises CheckpointError where it has other settings."""
     loaded = TrajectoryReplayBuffer.load(path, device=device)
     for name, value in wanted.items():
-        if (found := getattr(loaded, name)) != value:
-            raise CheckpointError(f"{path} has the {name} {found}; this buffer has {value}.")
+        if not loaded._has(name, value):
+            raise CheckpointError(f"{path} has the {name} {getattr(loaded, name)}; this buffer has {value}.")
     loaded.begin_episodes()
     return loaded

@@ -214,9 +214,8 @@ class TensorDictReplayBuffer:
         """Load what `dumps` wrote. Raises CheckpointError if it is damaged or of another capacity or sampler."""
         loaded = ReplayBuffer.load(path, device=self._settings["device"])
         for name, wanted in (("capacity", self._capacity), ("sampler", self._settings["sampler"])):
-            found = getattr(loaded, name)
-            if found != wanted:
-                raise CheckpointError(f"{path} has the {name} {found}; this buffer has {wanted}.")
+            if not loaded._has(name, wanted):
+                raise CheckpointError(f"{path} has the {name} {getattr(loaded, name)}; this buffer has {wanted}.")
         self.buffer = loaded
 
 

@@ -5,16 +5,18 @@ Shards refuse it, and so does a device, where it has no kernel.
 
 from __future__ import annotations
 
+import enum
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from devices import host_only, statistical
 from distribution import check_counts
@@ -26,7 +28,7 @@ from test_distributions import lived
 from tolerances import close
 from transitions import same
 
-from gpu_replay import CheckpointError, Combined, Proportional, ShardedReplayBuffer, Uniform
+from gpu_replay import CheckpointError, Combined, Field, Proportional, ReplayBuffer, ShardedReplayBuffer, Uniform
 from gpu_replay.samplers import BaseSampler, LinearSchedule, Sampler
 
 pytestmark = pytest.mark.contract
@@ -130,6 +132,117 @@ def test_a_copy_or_a_checkpoint_of_its_buffer_draws_on(way: str, kind: str) -> N
         assert again.sampler == sampler
         for _ in range(2):
             same(again.sample(8), buffer.sample(8))
+
+
+TENTH = np.float32(0.1)
+
+
+@dataclass(frozen=True)
+class Kept(Recent):
+    """Has a field of each kind that a checkpoint keeps, names that it uses itself, and one that is computed."""
+
+    shares: Any = field(default_factory=lambda: {"push": 0.5, "kind": {"": (1, [2.5])}, "tuple": None})
+    parts: Any = (0.5, (1, "a", (), []), [(True, None)], {"dict": (math.inf, -0.0, 2**70)})
+    kind: str = "recent"
+    resort_every: int = 4
+    schedules: Any = (LinearSchedule(0.0, 1.0, 4),)
+    number: Any = TENTH
+    table: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "table", np.arange(self.window))
+
+
+def check_kept(found: Any, sampler: Any) -> None:
+    """Each field is as it was, tuples and lists too."""
+    assert type(found) is Kept
+    names = [name for name in vars(sampler) if name not in ("table", "number")]
+    assert [repr(getattr(found, name)) for name in names] == [repr(getattr(sampler, name)) for name in names]
+    assert (found.number, found.table.tolist()) == (sampler.number, list(range(found.window)))
+
+
+@host_only
+@pytest.mark.parametrize("kind", ["exact", "next_step"])
+@pytest.mark.parametrize("way", ["state", *RENEWED])
+def test_its_fields_come_back_as_they_were(way: str, kind: str) -> None:
+    for sampler in (Kept(7), Combined(Kept(7), newest=2)):
+        buffer = used(kind, sampler)
+        again = used(kind, sampler, rounds=1) if way == "state" else RENEWED[way](buffer)
+        check_kept(again.sampler.base, sampler.base)
+        # a state of one is a state of the other
+        for one, other in ((again, buffer), (buffer, again)):
+            one.load_state_dict(other.state_dict())
+        same(again.sample(8), buffer.sample(8))
+    other = make(kind, sampler=Kept(7, parts=[*Kept.parts]))
+    with pytest.raises(ValueError, match=r"another buffer: sampler is .*'parts': \["):
+        other.load_state_dict(make(kind, sampler=Kept(7)).state_dict())
+
+
+@dataclass(frozen=True)
+class Given(Recent):
+    value: Any = None
+
+
+class Order(enum.IntEnum):
+    NEW = 1
+
+
+class Text(str): ...
+
+
+LOST: dict[str, tuple[Any, str]] = {
+    "array": (np.ones(3), r"Given\.value is array"),
+    "tensor": (torch.ones(3), r"Given\.value is tensor"),
+    "dtype": (torch.float32, r"Given\.value is torch\.float32"),
+    "enum": (Order.NEW, r"Given\.value is .*Order"),
+    "set": ({1}, r"Given\.value is \{1\}"),
+    "function": (len, r"Given\.value is .*len"),
+    "sampler": (Recent(7), r"Given\.value is Recent"),
+    "not a number": (math.nan, r"Given\.value is nan"),
+    "complex": (1j, r"Given\.value is 1j"),
+    "bytes": (b"a", r"Given\.value is b'a'"),
+    "time": (np.timedelta64(1, "s"), r"Given\.value is .*timedelta64"),
+    "keys of numbers": ({0: 0.5}, r"Given\.value is \{0: 0\.5\}"),
+    "keys of two kinds": ({0: 0.5, "a": 0.5}, r"Given\.value is \{0: 0\.5"),
+    "within": ((1, {"a": [None, {2}]}), r"Given\.value\[1\]\['a'\]\[1\] is \{2\}"),
+    "kind of dictionary": (OrderedDict(a=1), r"Given\.value is OrderedDict"),
+    "kind of text": (Text("a"), r"Given\.value is 'a' \(Text\)"),
+    "kind of schedule": (type("Cosine", (LinearSchedule,), {})(0.4, 1.0, 10), r"Given\.value is Cosine"),
+}
+
+
+@host_only
+@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("name", LOST)
+def test_a_field_that_a_checkpoint_would_not_give_back_is_refused(name: str, kind: str) -> None:
+    value, words = LOST[name]
+    for sampler in (Given(7, value), Combined(Given(7, value))):
+        with pytest.raises(TypeError, match=rf"{words}.*numbers \(not NaN\), strings, .*string-keyed dicts"):
+            make(kind, sampler=sampler)
+
+
+@dataclass(frozen=True)
+class Halved(Recent):
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "window", self.window // 2)
+
+
+@dataclass(frozen=True)
+class Told(Recent):
+    extra: InitVar[int] = None  # type: ignore[assignment]
+
+    def __post_init__(self, extra: int | None) -> None:
+        if extra is None:
+            raise ValueError("extra must be given")
+
+
+@host_only
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_a_sampler_that_its_fields_do_not_make_again_is_refused(kind: str) -> None:
+    with pytest.raises(TypeError, match=r"Halved\(window=10\) .* is another one: window is 10 here and 5 there"):
+        make(kind, sampler=Halved(20))
+    with pytest.raises(TypeError, match=r"Told\(window=7\) cannot be made again .*extra must be given"):
+        make(kind, sampler=Told(7, extra=1))
 
 
 @host_only
@@ -258,3 +371,71 @@ def test_places_and_chances_that_cannot_be_are_refused_and_change_nothing(name: 
             with pytest.raises(error, match=message):
                 call()
         assert whole_state(buffer) == before
+
+
+# how often chances of all places were asked for, and what is wrong with them
+ASKED: Counter[int] = Counter()
+IMPROBABLE: dict[str, Any] = {
+    "too large": lambda places, total: np.ones(places.size),
+    "too small": lambda places, total: np.full(places.size, (1 - 2e-6) / total),
+    "negative": lambda places, total: np.where(places == 0, -1 / total, np.where(places == 1, 3 / total, 1 / total)),
+    "not a number": lambda places, total: np.where(places == 0, np.nan, 1 / total),
+    "one too few": lambda places, total: np.full(places.size - (places.size == total), 1 / total),
+}
+
+
+@dataclass(frozen=True)
+class Improbable(BaseSampler):
+    """The newest row, with chances that are none, or nearly."""
+
+    name: str
+
+    def places(self, total: int, rows: int, random: Any) -> np.ndarray:
+        return np.full(rows, total - 1)
+
+    def chances(self, places: np.ndarray, total: int) -> Any:
+        ASKED[total] += places.size == total
+        if self.name == "nearly":
+            return np.full(places.size, (1 + 5e-7) / total)
+        return IMPROBABLE[self.name](places, total)
+
+
+@host_only
+@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("name", IMPROBABLE)
+def test_chances_that_do_not_sum_to_one_are_refused_and_change_nothing(name: str, kind: str) -> None:
+    for sampler in (Improbable(name), Combined(Improbable(name), newest=2)):
+        buffer = make(kind, sampler=sampler)
+        for _ in range(4):
+            buffer.add(**given(buffer))
+        before, calls = whole_state(buffer), [partial(buffer.sample, 5), buffer.stats]
+        if kind != "exact":
+            calls.append(partial(buffer.sample_sequences, 5, 2))
+        for call in calls * 2:
+            with pytest.raises(ValueError, match=r"Improbable\(name=.* chances of all \d+ places .* sum to 1; found"):
+                call()
+        assert whole_state(buffer) == before
+
+
+@host_only
+def test_chances_of_all_places_are_asked_for_once_in_a_buffer_of_up_to_a_million_rows(tmp_path: Path) -> None:
+    fields = {"x": Field((), torch.uint8)}
+    buffer = ReplayBuffer(1_000_001, fields, sampler=Improbable("nearly"), device="cpu")
+    buffer.add(x=np.zeros(1_000, np.uint8))
+    ASKED.clear()
+    for _ in range(3):
+        buffer.sample(4)
+    buffer.save(tmp_path / "saved")
+    for other in (ReplayBuffer.load(tmp_path / "saved", "cpu"), RENEWED["copy"](buffer)):
+        other.sample(4)
+    buffer.load_state_dict(buffer.state_dict())
+    for _ in range(2):
+        buffer.sample(4)
+    assert ASKED == {1_000: 4}
+    large = ReplayBuffer(1_000_001, fields, sampler=Improbable("too large"), device="cpu")
+    large.add(x=np.zeros(1_000_001, np.uint8))
+    assert large.sample(2).probability.tolist() == [1.0, 1.0]
+    large.clear()
+    large.add(x=np.zeros(1_000_000, np.uint8))
+    with pytest.raises(ValueError, match="chances of all 1000000 places"):
+        large.sample(2)

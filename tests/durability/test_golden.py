@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from checkpoints import edit
 from golden import EXPECTED, FOLDER, MADE, Buffer, drawn, main
 
-from gpu_replay import CheckpointError, Field, RankBased, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay import CheckpointError, Combined, Field, RankBased, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay.samplers import BaseSampler
 
 KEPT = sorted(FOLDER.glob("*/*"))
 # of buffers that sorted at every fourth sample only
@@ -48,6 +52,38 @@ def test_a_state_of_an_earlier_version_that_ranked_at_every_sample_is_taken() ->
     state["settings"]["sampler"]["resort_every"] = 2
     with pytest.raises(ValueError, match=r"RankBased\(resort_every=2\)"):
         other.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class Tasks(BaseSampler):
+    """Has what version 0.3.0 wrote in another way."""
+
+    parts: tuple[Any, ...] = (1, (2,))
+    shares: dict[str, float] = field(default_factory=lambda: {"push": 0.5})
+    half: int = field(init=False, default=3)
+
+    def places(self, total: int, rows: int, random: Any) -> Any:
+        return (random.doubles(rows) * total).astype("int64")
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_fields_of_own_samplers_as_version_0_3_0_wrote_them(combined: bool, tmp_path: Path) -> None:
+    sampler: Any = Combined(Tasks()) if combined else Tasks()
+    buffer, other = (ReplayBuffer(3, {"x": Field((), torch.int64)}, sampler=sampler, device="cpu") for _ in "ab")
+    buffer.add(x=torch.arange(5))
+    old: dict[str, Any] = {"kind": "Tasks", "parts": (1, (2,)), "shares": {"push": 0.5}, "half": 3}
+    if combined:
+        old = {"kind": "Combined", "base": old, "newest": 1}
+    state = buffer.state_dict()
+    state["settings"]["sampler"] = old
+    other.load_state_dict(state)
+    buffer.save(tmp_path / "saved")
+    edit(tmp_path / "saved", lambda body: body["manifest"]["settings"].update(sampler=old))
+    loaded = ReplayBuffer.load(tmp_path / "saved", device="cpu")
+    # a file had no tuples
+    assert loaded.sampler.base == Tasks(parts=[1, [2]])  # type: ignore[arg-type]
+    keys = buffer.sample(9).key.tolist()
+    assert other.sample(9).key.tolist() == loaded.sample(9).key.tolist() == keys
 
 
 def test_all_kinds_are_kept_and_made_as_ever(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_own_sampler import Kept
 from torch import Tensor
 
 tensordict = pytest.importorskip("tensordict", reason="needs tensordict, in the extra `integrations`")
@@ -234,6 +235,13 @@ def test_a_saved_buffer_of_flashsac_continues_with_new_episodes(tmp_path: Path) 
         flashsac_filled(stream, 0, 1).load(tmp_path / "replay_buffer.pt")
     second.reset()
     assert (len(second), second.can_sample()) == (0, False)
+    # arrays that a sampler computes are no settings
+    made = [flashsac_filled(stream, 20, 3, sampler=Kept(window)) for window in (7, 7, 8)]
+    made[0].save(tmp_path / "own")
+    made[1].load(tmp_path / "own")
+    assert torch.equal(made[1].get_observations(), made[0].get_observations())
+    with pytest.raises(CheckpointError, match=r"has the sampler Kept\(window=7.*this buffer has Kept\(window=8"):
+        made[2].load(tmp_path / "own")
 
 
 def test_flashsac_can_sample_once_there_is_a_window() -> None:

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("tensordict", reason="needs tensordict, in the extra `integrations`")
 
 from tensordict import TensorDict
+from test_own_sampler import Kept
 
 from gpu_replay import CheckpointError, Proportional
 from gpu_replay.integrations.torchrl import TensorDictReplayBuffer
@@ -128,6 +129,12 @@ def test_a_state_goes_on_in_memory_and_from_a_file(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=message):
             unlike.loads(tmp_path / "saved")
         assert unlike.buffer is None
+    # arrays that a sampler computes are no settings
+    own, again = (TensorDictReplayBuffer(30, sampler=Kept(7), device="cpu") for _ in range(2))
+    own.extend(rows(0, 9))
+    own.dumps(tmp_path / "own")
+    again.loads(tmp_path / "own")
+    assert torch.equal(again.sample(5)["action"], own.sample(5)["action"])
 
 
 def test_bad_calls_say_what_to_do_and_store_nothing() -> None:
