@@ -80,8 +80,8 @@ def final_rows(
     HINDSIGHT: tl.constexpr,
     BEFORE: tl.constexpr = 128,
 ):
-    """Rows of the pool for the final observations of environments from `first` on, whether this step takes them, from
-    which keys, and whether one of a truncated episode does.
+    """Rows of the pool for the final observations of environments from `first` on, whether this step takes them, for a
+    truncated episode, from the step of a terminated one, and the slot and the flags of that.
 
     The policy is that of `place_finals` of the host. A row is free until the step of key `added + env` has claimed it,
     which other programs of the launch may have done by now, or not yet.
@@ -93,45 +93,51 @@ def final_rows(
     added, oldest, capacity, per_capacity = ring
     owner_ptr, flags_ptr, kept, tried, finals, per_finals = pool
     before = tl.full([BEFORE], 0, tl.int64)
-    after = tl.full([BEFORE], 0, tl.int64)
-    # rows of terminated episodes begin where those of all truncated ones of the step end
+    others = tl.full([BEFORE], 0, tl.int64)
+    # rows of terminated episodes depend on all truncated ones of the step
     for begin in range(0, envs if TERMINAL else first, BEFORE):
         other = begin + tl.arange(0, BEFORE)
-        keeps = keeps_final(other, other < envs, ends, TERMINAL)
+        keeps = keeps_final(other, other < (envs if TERMINAL else first), ends, TERMINAL)
         before += tl.where(other < first, keeps, 0)
-        after += tl.where(other < first, 0, keeps)
+        others += keeps
     own = keeps_final(env, named, ends, TERMINAL)
-    rank = tl.sum(before, axis=0) + tl.cumsum(own, axis=0) - own
-    cut = (own & 0xFFFFFFFF) > 0
-    start = remainder(kept, finals, per_finals)
-    place = rank & 0xFFFFFFFF
+    ranks = tl.sum(before, axis=0) + tl.cumsum(own, axis=0) - own
     wants = own > 0
+    cut = (own & 0xFFFFFFFF) > 0
+    # from here on numbers of environments and of rows
+    rank = ranks.to(tl.int32)
+    start = remainder(kept, finals, per_finals).to(tl.int32)
     if TERMINAL:
-        all_cut = (tl.sum(before, axis=0) + tl.sum(after, axis=0)) & 0xFFFFFFFF
-        over = rank >> 32
+        all_cut = tl.sum(others, axis=0).to(tl.int32)
+        over = (ranks >> 32).to(tl.int32)
         if HINDSIGHT:
-            place = tl.where(cut, place, all_cut + over)
-    few = wants & (place < finals)
-    place = start + place
+            rank = tl.where(cut, rank, all_cut + over)
+        else:
+            rank = tl.where(cut, rank, over)
+    few = wants & (rank < finals)
+    place = start + tl.where(few, rank, 0)
     place = tl.where(place < finals, place, place - finals)
     if TERMINAL and not HINDSIGHT:
-        few = wants & (tl.where(cut, rank & 0xFFFFFFFF, over) < finals)
-        back = remainder(tried, finals, per_finals) + over
+        back = remainder(tried, finals, per_finals).to(tl.int32) + tl.where(few, over, 0)
         back = finals - 1 - tl.where(back < finals, back, back - finals)
-        ahead = tl.where(back >= start, back - start, back - start + finals)
         # the truncated episodes of the step come first
+        ahead = tl.where(back >= start, back - start, back - start + finals)
         few = few & (cut | (ahead >= all_cut))
         place = tl.where(cut, place, back)
-    place = tl.where(few, place, 0)
     # an atomic that changes nothing, since another program may write it: no owner is below -1
     held = tl.atomic_max(owner_ptr + place, tl.full(place.shape, -1, tl.int64), mask=few, sem="relaxed")
     # owners are in the order of their keys, so the free rows come first
-    free = (held < oldest) | (held == added + env)
+    taken = few & ((held < oldest) | (held == added + env))
+    loses = few & (rank < 0)
+    loser = place
+    left = place
     if TERMINAL and not HINDSIGHT:
-        lives = few & cut & (held >= oldest) & (held < added)
-        slot = remainder(tl.where(lives, held, 0), capacity, per_capacity)
-        free = free | (lives & ((tl.load(flags_ptr + slot, mask=lives, other=0) & TERMINATED) != 0))
-    return place, few & free, held, cut
+        loses = few & cut & (held >= oldest) & (held < added)
+        loser = remainder(tl.where(loses, held, 0), capacity, per_capacity).to(tl.int32)
+        left = tl.load(flags_ptr + loser, mask=loses, other=0).to(tl.int32)
+        loses = loses & ((left & TERMINATED) != 0)
+        taken = taken | loses
+    return place, taken, cut, loses, loser, left
 
 
 @triton.jit
@@ -153,7 +159,7 @@ def keep_finals(
         if (local >= 0) & (local < programs):
             env, column = tile_at(local, f, LAYOUT)
             first = local // LAYOUT.chunks[f] * LAYOUT.rows[f]
-            place, taken, _, _ = final_rows(env, env < envs, ends, ring, pool, envs, first, TERMINAL, HINDSIGHT)
+            place, taken, _, _, _, _ = final_rows(env, env < envs, ends, ring, pool, envs, first, TERMINAL, HINDSIGHT)
             live = taken[:, None] & (column < LAYOUT.widths[f])[None, :]
             # rows that are not kept may hold anything, and are not read
             values = tl.load(inputs[f] + env[:, None] * LAYOUT.widths[f] + column[None, :], mask=live, other=0)
@@ -269,7 +275,7 @@ def add_step_kernel(
 
         kept = env * 0
         if WITH_FINALS:
-            place, taken, held, cut = final_rows(
+            place, taken, cut, loses, loser, left = final_rows(
                 env, named, ends, ring, pool, envs.to(tl.int64), program * ENVS, TERMINAL, HINDSIGHT
             )
             flags = tl.where(taken, flags | FINAL, flags)
@@ -280,11 +286,7 @@ def add_step_kernel(
                 lost = tl.sum((over & (taken == 0)).to(tl.int64))
                 if not HINDSIGHT:
                     kept = (taken & cut).to(tl.int64)
-                    # of a terminated episode, which has its own last observation from now on
-                    evicted = taken & cut & (held >= oldest) & (held < added)
-                    loser = remainder(tl.where(evicted, held, 0), capacity, per_capacity)
-                    left = tl.load(flags_ptr + loser, mask=evicted, other=0) & (255 - FINAL)
-                    lost += tl.sum(evicted.to(tl.int64))
+                    lost += tl.sum(loses.to(tl.int64))
                     tl.atomic_add(counters_ptr + PENDING_TERMINALS, tl.sum(over.to(tl.int64)), sem="relaxed")
                 tl.atomic_add(counters_ptr + LOST_TERMINALS, lost, sem="relaxed")
         # one sum of two counts
@@ -324,7 +326,8 @@ def add_step_kernel(
             tl.atomic_max(owner_ptr + place, added + env, mask=taken, sem="relaxed")
             tl.store(final_ptr + slot, place.to(tl.int32), mask=taken)
             if TERMINAL and not HINDSIGHT:
-                tl.store(flags_ptr + loser, left.to(tl.uint8), mask=evicted)
+                # a terminated episode that lost its row has its own last observation from now on
+                tl.store(flags_ptr + loser, (left & (255 - FINAL)).to(tl.uint8), mask=loses)
         if HINDSIGHT:
             tl.store(parted_ptr + env, parted, mask=named)
             tl.store(spans_ptr + slot, tl.full([ENVS], -1, tl.int32), mask=named)

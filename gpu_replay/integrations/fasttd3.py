@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from gpu_replay import Batch, Field, TrajectoryReplayBuffer, Uniform
-from gpu_replay.integrations.streams import vector
+from gpu_replay.integrations.streams import all_endings, vector
 from gpu_replay.samplers import Sampler
 
 
@@ -71,6 +71,7 @@ class SimpleReplayBuffer:
             "device": device,
             "seed": seed,
         }
+        settings |= all_endings(n_env * buffer_size, fields)
         self.buffer = TrajectoryReplayBuffer(n_env * buffer_size, n_env, fields, autoreset="same_step", **settings)
 
     def extend(self, tensor_dict: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay import TrajectoryReplayBuffer, Uniform
-from gpu_replay.integrations.streams import load_like, vector
+from gpu_replay.integrations.streams import all_endings, load_like, vector
 from gpu_replay.samplers import Sampler
 
 
@@ -56,7 +56,7 @@ class TorchUniformBuffer:
         fields = {name: vector(space.shape[-1], _stored(space.dtype, floats)) for name, space, floats in kinds}
         self._min_length, self._batch = min_length, sample_batch_size
         settings: dict[str, Any] = {"n_step": n_step, "gamma": gamma, "sampler": sampler, "seed": seed}
-        settings |= {"autoreset": "same_step", "device": device_type}
+        settings |= {"autoreset": "same_step", "device": device_type, **all_endings(max_length, fields)}
         self.buffer = TrajectoryReplayBuffer(max_length, envs, fields, **settings)
 
     def __len__(self) -> int:

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gpu_replay import Batch, Field, Hindsight, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay.integrations.streams import all_endings
 from gpu_replay.samplers import Sampler
 from gpu_replay.spaces import step_fields
 
@@ -108,6 +109,7 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         else:
             settings |= {"n_step": n_steps, "autoreset": "same_step", "relabel": self._relabel}
             settings |= {} if gamma is None else {"gamma": gamma}
+            settings |= all_endings(self.buffer_size * n_envs, fields)
             self.storage = TrajectoryReplayBuffer(self.buffer_size * n_envs, n_envs, fields, **settings)
         # the observations that the next step must start from, by name, and the environments whose episode continues
         self._next_obs: dict[str, np.ndarray] = {}

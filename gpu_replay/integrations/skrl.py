@@ -19,7 +19,7 @@ from skrl.utils.spaces.torch import compute_space_size
 from torch import Tensor
 
 from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
-from gpu_replay.integrations.streams import load_like
+from gpu_replay.integrations.streams import all_endings, load_like
 from gpu_replay.samplers import Sampler
 
 # names of skrl to those in the buffer; any other tensor is a field of its own name
@@ -122,8 +122,9 @@ class ReplayMemory(Memory):
         buffer = self.buffer
         if buffer is None:
             fields = {_NAMES.get(name, name): self._field(name) for name in self._kinds if name not in _OWN}
-            steps, envs = self.memory_size, self.num_envs
-            buffer = TrajectoryReplayBuffer(steps * envs, envs, fields, autoreset="same_step", **self._settings)
+            envs, slots = self.num_envs, self.memory_size * self.num_envs
+            settings = {**self._settings, **all_endings(slots, fields)}
+            buffer = TrajectoryReplayBuffer(slots, envs, fields, autoreset="same_step", **settings)
         expected = step["next_observations"]
         same = (following == expected) | ((following != following) & (expected != expected))
         ended, terminated = ~same.flatten(1).all(1), step["terminated"].flatten() != 0

@@ -98,7 +98,7 @@ def test_n_step_returns_are_those_of_its_own_buffer() -> None:
         torch.testing.assert_close(found.rewards[row], wanted.rewards[other])
         if not found.dones[row]:
             torch.testing.assert_close(found.discounts[row], wanted.discounts[other])
-            torch.testing.assert_close(found.next_observations[row], wanted.next_observations[other].float())
+        torch.testing.assert_close(found.next_observations[row], wanted.next_observations[other].float())
     assert len(set(ours._keys.tolist())) > 40
 
 
