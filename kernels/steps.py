@@ -234,11 +234,12 @@ def add_step_kernel(
     MASSES: tl.constexpr = len(rule) > 0
     WITH_FINALS: tl.constexpr = len(final_inputs) > 0
     program = tl.program_id(0).to(tl.int64)
-    added, finals_kept = tl.load(counters_ptr + ADDED), tl.load(counters_ptr + FINALS)
+    added = tl.load(counters_ptr + ADDED)
+    finals_kept, tried = tl.load(counters_ptr + FINALS), tl.load(counters_ptr + TERMINALS)
     count = tl.full([], 0, tl.int64)
     oldest = tl.maximum(tl.load(counters_ptr + FIRST), added + envs - capacity)
     ring = added, oldest, capacity, per_capacity
-    pool = owner_ptr, flags_ptr, finals_kept, tl.load(counters_ptr + TERMINALS), finals, per_finals
+    pool = owner_ptr, flags_ptr, finals_kept, tried, finals, per_finals
     if program < stepping:
         env = program * ENVS + tl.arange(0, ENVS)
         named = env < envs
@@ -394,6 +395,6 @@ def add_step_kernel(
             tl.store(counters_ptr + FINALS, finals_kept + all_kept)
             if TERMINAL and not HINDSIGHT:
                 # an atomic, to see the sums of other programs; the ticket orders them before this
-                tried = tl.atomic_xchg(counters_ptr + PENDING_TERMINALS, 0, sem="relaxed")
-                tl.store(counters_ptr + TERMINALS, tl.load(counters_ptr + TERMINALS) + tried)
+                now = tl.atomic_xchg(counters_ptr + PENDING_TERMINALS, 0, sem="relaxed")
+                tl.store(counters_ptr + TERMINALS, tried + now)
         tl.store(counters_ptr + ADDED, added + envs)
