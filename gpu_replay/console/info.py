@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from gpu_replay.advice import install
 from gpu_replay.console.versions import OPTIONAL, device_name, versions
 from gpu_replay.engines.storage import free_bytes
 from gpu_replay.loops.compiling import compile_all, compiler
@@ -33,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         except (ValueError, RuntimeError) as error:
             code = f"none ({error})"
         if code == "host":
-            compiled = "compiled by Numba" if compiler() else "as Python, slowly (the extra `cpu` compiles them)"
+            compiled = "compiled by Numba" if compiler() else f"as Python, slowly; Numba compiles them: {install('cpu')}"
             code = f"host, loops {compiled}"
         print(f"{device!s:<12} {device_name(device)}, {_memory(device)}, code: {code}")
     default = devices[1] if torch.cuda.is_available() else devices[0]

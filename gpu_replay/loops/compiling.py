@@ -63,6 +63,12 @@ def compiler() -> Any:
     return None if numba.config.DISABLE_JIT else numba
 
 
+def lacks_compiler() -> bool:
+    """Whether loops run as Python because Numba is missing, and not because it is told not to compile."""
+    told = os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
+    return compiler() is None and sys.modules.get("numba") is None and not told
+
+
 def inner(function: Function) -> Function:
     """A function that only loops call: it becomes a part of theirs.
 
