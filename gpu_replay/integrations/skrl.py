@@ -14,13 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from skrl.memories.torch import Memory
-from skrl.utils.spaces.torch import compute_space_size
 from torch import Tensor
 
 from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
+from gpu_replay.advice import lacking
 from gpu_replay.integrations.streams import load_like
 from gpu_replay.samplers import Sampler
+
+try:
+    from skrl.memories.torch import Memory
+    from skrl.utils.spaces.torch import compute_space_size
+except ImportError as error:
+    raise lacking(__name__, "integrations", error) from error
 
 # names of skrl to those in the buffer; any other tensor is a field of its own name
 _NAMES = {
