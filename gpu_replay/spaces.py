@@ -29,10 +29,10 @@ class _Assumed(str):
 
 ASSUMED_AUTORESET: Any = _Assumed("next_step")
 UNSAID_AUTORESET = (
-    "a buffer of one environment was made without autoreset=, which is then 'next_step': for an environment that resets "
-    "itself in the step after an episode's end, such as one of gymnasium.make_vec. If your loop calls env.reset(), give "
-    "autoreset='disabled', and final_obs= to add where an episode was truncated; for an environment that resets itself "
-    "within the last step, 'same_step'. Else write autoreset='next_step'. TrajectoryReplayBuffer.from_env knows which."
+    "a buffer of one environment was made without autoreset=, and takes 'next_step': for an environment that resets "
+    "itself in the step after an episode's end, as those of gymnasium.make_vec do. If your loop calls env.reset(), "
+    "give autoreset='disabled', and final_obs= to add where an episode was truncated; if the environment resets itself "
+    "within the last step, 'same_step'; else write 'next_step'. TrajectoryReplayBuffer.from_env finds out by itself."
 )
 
 

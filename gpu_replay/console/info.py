@@ -34,10 +34,8 @@ def run(options: argparse.Namespace) -> int:
         except (ValueError, RuntimeError) as error:
             code = f"none ({error})"
         if code == "host":
-            compiled = (
-                "compiled by Numba" if compiler() else f"as Python, slowly; Numba compiles them: {install('cpu')}"
-            )
-            code = f"host, loops {compiled}"
+            slowly = f"as Python, slowly; Numba compiles them: {install('cpu')}"
+            code = f"host, loops {'compiled by Numba' if compiler() else slowly}"
         print(f"{device!s:<12} {device_name(device)}, {_memory(device)}, code: {code}")
     default = devices[1] if torch.cuda.is_available() else devices[0]
     print(f"{'default':<12} {default}")

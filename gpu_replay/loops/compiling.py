@@ -26,14 +26,24 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # all files with loops: the digest covers all of them, even those that a process does not use
 _FILES = ("constants", "goals", "random", "ranks", "ring", "steps", "tree", "windows")
-# seconds of compiling after which a terminal is told why nothing happens
+# seconds of compiling after which users are told why nothing happens, and the note
 _PATIENCE = 2.0
+_NOTE = "gpu_replay compiles its loops for this machine, once (about half a minute); they are kept for later runs."
 
 _inner: set[Callable[..., Any]] = set()
 _lock = threading.Lock()
 # that callers have waited for compiled code so far
 waited_seconds = 0.0
 _notified = False
+
+
+def _tell_terminal(note: str) -> None:
+    if sys.stderr.isatty():
+        print(note, file=sys.stderr)
+
+
+# what tells users that loops are compiled; a program with lines of its own replaces it
+tell: Callable[[str], object] = _tell_terminal
 
 
 def _forget_lock() -> None:
@@ -176,7 +186,7 @@ def compile_all() -> dict[str, float]:
 
 
 def _wait_for(work: Callable[[], None]) -> None:
-    """Run this in its own thread and raise its errors; print a note to a terminal if it takes long.
+    """Run this in its own thread and raise its errors; tell users if it takes long.
 
     Locks are taken in C alone: `threading.Thread` takes some in Python code, where a signal handler that raises would
     leave them held.
@@ -197,9 +207,9 @@ def _wait_for(work: Callable[[], None]) -> None:
     begin = time.perf_counter()
     _thread.start_new_thread(run, ())
     ended = running.acquire(timeout=max(0.0, _PATIENCE - waited_seconds))
-    if not ended and not _notified and sys.stderr.isatty():
+    if not ended and not _notified:
         _notified = True
-        print("gpu_replay compiles its loops for this machine, once; they are kept for later runs.", file=sys.stderr)
+        tell(_NOTE)
     if not ended:
         running.acquire()
     waited_seconds += time.perf_counter() - begin

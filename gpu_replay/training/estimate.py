@@ -18,10 +18,11 @@ from functools import partial
 
 import torch
 
-from gpu_replay import Field, TrajectoryReplayBuffer
+from gpu_replay import Field
 from gpu_replay.console import sizes
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.sizes import report, stream_bytes
+from gpu_replay.spaces import step_fields
 from gpu_replay.training.host_envs import spaces
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.registry import CPU, EnvironmentId, identify
@@ -46,8 +47,7 @@ def _stored(found: EnvironmentId, side: int) -> dict[str, Field]:
     """The fields of a step of one environment."""
     if found.kind == "gymnasium":
         # any spaces will do here, also those that the agent cannot use
-        fields = TrajectoryReplayBuffer.from_spaces(1, 1, *spaces(found.name), device="cpu").fields
-        return {name: fields[name] for name in fields if name.partition(".")[0] in ("obs", "action")}
+        return step_fields(*spaces(found.name))
     with closing(found.make(1, found.settings(CPU, frame_size=side), CPU)) as environment:
         frame = environment.spec.observation
     return {"obs": Field(frame.shape, frame.dtype), "action": Field((), torch.int64)}

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.interrupt import EXIT_CODES, Stopped, StopRequest
 from gpu_replay.console.seeds import stream_seed
 from gpu_replay.console.versions import device_name, versions
+from gpu_replay.engines.storage import check_device
+from gpu_replay.loops import compiling
 from gpu_replay.training import records
 from gpu_replay.training.actors import Fleet, check_actors
 from gpu_replay.training.checkpoints import CheckpointManager, SavedRun, latest, newest
@@ -202,8 +205,7 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
 def given_device(name: str | None) -> torch.device:
     """The device of `--device`, by default a GPU if one is available. Raises UserError if the device is not."""
     try:
-        # the buffer's own check names what is wrong with a device
-        return gpu_replay.ReplayBuffer(1, {"x": Field((), torch.bool)}, device=name).device
+        return check_device(name)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"--device: {error}") from None
 
@@ -236,6 +238,9 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team, max_seconds: float
         return float(earlier.get("wall_seconds", 0.0)) + time.perf_counter() - began
 
     with StopRequest() as stop, ExitStack() as stack:
+        if run_dir is not None:
+            stack.callback(setattr, compiling, "tell", compiling.tell)
+            compiling.tell = partial(print, file=sys.stderr, flush=True)
         fleet = None
         if plan.actors is not None:
             # each part of a run plays new episodes; every actor has as many environments as the buffer has streams
@@ -276,6 +281,7 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team, max_seconds: float
         run_dir.write_json(SETTINGS, plan.identity | of_ranks | plan.settings.to_dict())
         recorded = (run_dir.path, environment.spec, settings, plan.seed, plan.rows, trainer.step)
         recorder = stack.enter_context(closing(Recorder(*recorded)))
+        compiling.tell = recorder.say
         if evaluator.best is not None:
             # the file may hold a later network, from after the checkpoint
             recorder.save(evaluator.best.network, evaluator.best.step)
