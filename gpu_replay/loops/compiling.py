@@ -14,9 +14,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -26,24 +26,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # all files with loops: the digest covers all of them, even those that a process does not use
 _FILES = ("constants", "goals", "random", "ranks", "ring", "steps", "tree", "windows")
-# seconds of compiling after which users are told why nothing happens, and the note
-_PATIENCE = 2.0
-_NOTE = "gpu_replay compiles its loops for this machine, once (about half a minute); they are kept for later runs."
+_NOTE = "gpu_replay compiles its loops for this machine, once, in about half a minute; later runs find them compiled."
 
 _inner: set[Callable[..., Any]] = set()
 _lock = threading.Lock()
 # that callers have waited for compiled code so far
 waited_seconds = 0.0
 _notified = False
-
-
-def _tell_terminal(note: str) -> None:
-    if sys.stderr.isatty():
-        print(note, file=sys.stderr)
-
-
-# what tells users that loops are compiled; a program with lines of its own replaces it
-tell: Callable[[str], object] = _tell_terminal
+# how a program tells its users that loops are compiled; without it only a terminal is told
+tell: Callable[[str], object] | None = None
 
 
 def _forget_lock() -> None:
@@ -126,6 +117,8 @@ class Loop:
             made = None
             try:
                 made = self._dispatcher(cache=True)
+                if not any(_kept(made, f"*{made.py_func.__qualname__}-*.nbi")):
+                    _notify()
                 self._code = self._machine_code(made)
             except Exception:
                 # any error of a damaged file, a full disk or a read-only folder: an error of the loop
@@ -152,9 +145,23 @@ class Loop:
 def _remove(made: Any, pattern: str, name: str = " ") -> None:
     """Remove the cached files of a loop that match this pattern, except those that contain `NAME-`."""
     with suppress(OSError):
-        for file in Path(made.stats.cache_path).glob(pattern):
+        for file in _kept(made, pattern):
             if f"{name}-" not in file.name:
                 file.unlink()
+
+
+def _kept(made: Any, pattern: str) -> Iterator[Path]:
+    """The cached files of loops that match this pattern."""
+    return Path(made.stats.cache_path).glob(pattern)
+
+
+def _notify() -> None:
+    """Tell users, once, why nothing happens for a while."""
+    global _notified
+    show = tell or (partial(print, file=sys.stderr) if sys.stderr.isatty() else None)
+    if show is not None and not _notified:
+        _notified = True
+        show(_NOTE)
 
 
 def _linked(function: Any) -> FunctionType:
@@ -186,12 +193,12 @@ def compile_all() -> dict[str, float]:
 
 
 def _wait_for(work: Callable[[], None]) -> None:
-    """Run this in its own thread and raise its errors; tell users if it takes long.
+    """Run this in its own thread and raise its errors.
 
     Locks are taken in C alone: `threading.Thread` takes some in Python code, where a signal handler that raises would
     leave them held.
     """
-    global waited_seconds, _notified
+    global waited_seconds
     errors: list[BaseException] = []
     running = threading.Lock()
     running.acquire()
@@ -206,12 +213,7 @@ def _wait_for(work: Callable[[], None]) -> None:
 
     begin = time.perf_counter()
     _thread.start_new_thread(run, ())
-    ended = running.acquire(timeout=max(0.0, _PATIENCE - waited_seconds))
-    if not ended and not _notified:
-        _notified = True
-        tell(_NOTE)
-    if not ended:
-        running.acquire()
+    running.acquire()
     waited_seconds += time.perf_counter() - begin
     if errors:
         raise errors[0]
