@@ -28,12 +28,6 @@ class _Assumed(str):
 
 
 ASSUMED_AUTORESET: Any = _Assumed("next_step")
-UNSAID_AUTORESET = (
-    "a buffer of one environment was made without autoreset=, and takes 'next_step': for an environment that resets "
-    "itself in the step after an episode's end, as those of gymnasium.make_vec do. If your loop calls env.reset(), "
-    "give autoreset='disabled', and final_obs= to add where an episode was truncated; if the environment resets itself "
-    "within the last step, 'same_step'; else write 'next_step'. TrajectoryReplayBuffer.from_env finds out by itself."
-)
 
 
 def autoreset_name(mode: Any) -> Any:

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import validation
-from gpu_replay.advice import warn_caller
 from gpu_replay.base.buffer import Buffer
-from gpu_replay.base.refusals import RELABELS, class_only, hint_from_spaces
+from gpu_replay.base.refusals import RELABELS, class_only, hint_from_spaces, warn_of_assumed_autoreset
 from gpu_replay.base.steps import StepInput
 from gpu_replay.batch import Batch
 from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
@@ -41,7 +40,6 @@ from gpu_replay.hindsight import Hindsight, check_saved_relabel
 from gpu_replay.samplers import Sampler, TooFewWindows
 from gpu_replay.spaces import (
     ASSUMED_AUTORESET,
-    UNSAID_AUTORESET,
     autoreset_name,
     step_fields,
     vector_settings,
@@ -127,7 +125,7 @@ class TrajectoryReplayBuffer(Buffer):
         )
         self._settings = given.checked(checked)
         if autoreset is ASSUMED_AUTORESET and self._settings.num_envs == 1:
-            warn_caller(UNSAID_AUTORESET)
+            warn_of_assumed_autoreset()
         self._shape = self._settings.shape
         super().__init__(self._shape.slots, checked, sampler, device, seed, storage_device, storage_path)
         self._step_fields = {**self._fields, "reward": REWARD, "terminated": _FLAG, "truncated": _FLAG}

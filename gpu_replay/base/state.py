@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from gpu_replay.advice import install, warn_caller
 from gpu_replay.base.refusals import HALF_LOADED, Refusing, class_only, refuse_for_spawned, refuse_in_forks
 from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.checkpoint.config import config_of
@@ -28,8 +27,8 @@ from gpu_replay.engines.storage import Storage, check_device, check_room, free_b
 from gpu_replay.fields import Field
 from gpu_replay.graphs.custom_ops import Operators
 from gpu_replay.graphs.stream_order import StreamOrder
-from gpu_replay.loops.compiling import lacks_compiler
 from gpu_replay.ops._backend import choose
+from gpu_replay.ops.advice import warn_of_python
 from gpu_replay.ops.eligibility import StreamShape
 from gpu_replay.samplers import Sampler, check_sampler
 from gpu_replay.validation import check_int
@@ -43,9 +42,6 @@ if TYPE_CHECKING:
     from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
 
     Engine: TypeAlias = HostEngine | DeviceEngine | TrajectoryHostEngine | TrajectoryDeviceEngine
-
-
-_told_of_python = False
 
 
 class SharedSettings:
@@ -124,8 +120,8 @@ class StatefulBuffer(SharedSettings, ABC):
             )
             self._counters = self._state.counters
             self._made_engine: Engine = self._make_engine()
-        if self._on_host and lacks_compiler():
-            _warn_of_python()
+        if self._on_host:
+            warn_of_python()
         self._engine: Engine = self._made_engine
         self._sampling: HostSampler | DeviceSampler = self._made_engine.sampling
         self._operators = Operators(self, self._device)
@@ -359,18 +355,6 @@ class StatefulBuffer(SharedSettings, ABC):
     def __reduce__(self) -> tuple[Any, ...]:
         refuse_for_spawned()
         return remade, (type(self), self._all_arguments(), self.state_dict())
-
-
-def _warn_of_python() -> None:
-    """Warn, once in a process, of what a missing compiler costs."""
-    global _told_of_python
-    if _told_of_python:
-        return
-    _told_of_python = True
-    warn_caller(
-        "Numba is not installed, or not for this NumPy: the loops of buffers on a CPU run as Python, 20 to 300 times "
-        f"slower. Run: {install('cpu')}. With NUMBA_DISABLE_JIT=1 they do so without this warning, which comes once."
-    )
 
 
 def remade(kind: type[Any], arguments: dict[str, Any], snapshot: dict[str, Any]) -> Any:

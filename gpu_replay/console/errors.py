@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 
-from gpu_replay.advice import install
+from gpu_replay.ops.advice import install
+
+__all__ = ["EXTRA", "UserError", "install", "require"]
 
 EXTRA = install("training")
 

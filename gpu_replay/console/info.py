@@ -7,11 +7,11 @@ import os
 
 import torch
 
-from gpu_replay.advice import install
 from gpu_replay.console.versions import OPTIONAL, device_name, versions
 from gpu_replay.engines.storage import free_bytes
 from gpu_replay.loops.compiling import compile_all, compiler
 from gpu_replay.ops._backend import VARIABLE, choose
+from gpu_replay.ops.advice import install
 
 DESCRIPTION = "Print versions, devices, and for each device which code runs there."
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from gpu_replay import ReplayBuffer, TrajectoryReplayBuffer
-from gpu_replay.advice import lacking
+from gpu_replay.ops.advice import lacking
 from gpu_replay.spaces import vector_settings
 
 try:

@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils._pytree import tree_map
 
 from gpu_replay import TrajectoryReplayBuffer
-from gpu_replay.advice import lacking
+from gpu_replay.ops.advice import lacking
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.spaces import step_fields
 

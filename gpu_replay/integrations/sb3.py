@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gpu_replay import Batch, Field, Hindsight, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
-from gpu_replay.advice import lacking
+from gpu_replay.ops.advice import lacking
 from gpu_replay.samplers import Sampler
 from gpu_replay.spaces import step_fields
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
-from gpu_replay.advice import lacking
 from gpu_replay.integrations.streams import load_like
+from gpu_replay.ops.advice import lacking
 from gpu_replay.samplers import Sampler
 
 try:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay import Batch, CheckpointError, Field, ReplayBuffer, Uniform
-from gpu_replay.advice import lacking
+from gpu_replay.ops.advice import lacking
 from gpu_replay.samplers import Sampler
 
 try:

@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# Numba's own, which tells it not to compile
+VARIABLE = "NUMBA_DISABLE_JIT"
 # all files with loops: the digest covers all of them, even those that a process does not use
 _FILES = ("constants", "goals", "random", "ranks", "ring", "steps", "tree", "windows")
 _NOTE = "gpu_replay compiles its loops for this machine, once, in about half a minute; later runs find them compiled."
@@ -66,7 +68,7 @@ def compiler() -> Any:
 
 def lacks_compiler() -> bool:
     """Whether loops run as Python because Numba is missing, and not because it is told not to compile."""
-    told = os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
+    told = os.environ.get(VARIABLE, "") not in ("", "0")
     return compiler() is None and sys.modules.get("numba") is None and not told
 
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.advice import warn_caller
 from gpu_replay.fields import Field
 from gpu_replay.loops.constants import Flag as Flag
+from gpu_replay.ops.advice import warn_caller
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import Launch, aligned, reciprocal
 from gpu_replay.ops.mass_tree import MassTree, make_extreme

@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_replay.advice import install
-from gpu_replay.console.errors import UserError, require
+from gpu_replay.console.errors import UserError, install, require
 from gpu_replay.console.seeds import stream_seed
 from gpu_replay.console.versions import cpu_cores
 from gpu_replay.training.agent import Agent, Explorer

@@ -18,11 +18,10 @@ from functools import partial
 
 import torch
 
-from gpu_replay import Field
+from gpu_replay import Field, TrajectoryReplayBuffer
 from gpu_replay.console import sizes
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.sizes import report, stream_bytes
-from gpu_replay.spaces import step_fields
 from gpu_replay.training.host_envs import spaces
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.registry import CPU, EnvironmentId, identify
@@ -47,7 +46,8 @@ def _stored(found: EnvironmentId, side: int) -> dict[str, Field]:
     """The fields of a step of one environment."""
     if found.kind == "gymnasium":
         # any spaces will do here, also those that the agent cannot use
-        return step_fields(*spaces(found.name))
+        buffer = TrajectoryReplayBuffer.from_spaces(1, 1, *spaces(found.name), autoreset="next_step", device="cpu")
+        return {name: buffer.fields[name] for name in buffer.fields if name.partition(".")[0] in ("obs", "action")}
     with closing(found.make(1, found.settings(CPU, frame_size=side), CPU)) as environment:
         frame = environment.spec.observation
     return {"obs": Field(frame.shape, frame.dtype), "action": Field((), torch.int64)}

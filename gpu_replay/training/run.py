@@ -22,10 +22,9 @@ import gpu_replay
 from gpu_replay import CheckpointError, Field, LinearSchedule, TrajectoryReplayBuffer
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.interrupt import EXIT_CODES, Stopped, StopRequest
+from gpu_replay.console.progress import telling_of_compiling
 from gpu_replay.console.seeds import stream_seed
 from gpu_replay.console.versions import device_name, versions
-from gpu_replay.engines.storage import check_device
-from gpu_replay.loops import compiling
 from gpu_replay.training import records
 from gpu_replay.training.actors import Fleet, check_actors
 from gpu_replay.training.checkpoints import CheckpointManager, SavedRun, latest, newest
@@ -205,7 +204,8 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
 def given_device(name: str | None) -> torch.device:
     """The device of `--device`, by default a GPU if one is available. Raises UserError if the device is not."""
     try:
-        return check_device(name)
+        # the buffer's own check names what is wrong with a device
+        return gpu_replay.ReplayBuffer(1, {"x": Field((), torch.bool)}, device=name).device
     except (ValueError, RuntimeError) as error:
         raise UserError(f"--device: {error}") from None
 
@@ -239,8 +239,7 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team, max_seconds: float
 
     with StopRequest() as stop, ExitStack() as stack:
         if run_dir is not None:
-            stack.callback(setattr, compiling, "tell", compiling.tell)
-            compiling.tell = partial(print, file=sys.stderr, flush=True)
+            stack.enter_context(telling_of_compiling(partial(print, file=sys.stderr, flush=True)))
         fleet = None
         if plan.actors is not None:
             # each part of a run plays new episodes; every actor has as many environments as the buffer has streams
@@ -281,7 +280,7 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team, max_seconds: float
         run_dir.write_json(SETTINGS, plan.identity | of_ranks | plan.settings.to_dict())
         recorded = (run_dir.path, environment.spec, settings, plan.seed, plan.rows, trainer.step)
         recorder = stack.enter_context(closing(Recorder(*recorded)))
-        compiling.tell = recorder.say
+        stack.enter_context(telling_of_compiling(recorder.say))
         if evaluator.best is not None:
             # the file may hold a later network, from after the checkpoint
             recorder.save(evaluator.best.network, evaluator.best.step)

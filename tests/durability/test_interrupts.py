@@ -409,7 +409,8 @@ def check_numbered(batch: Any) -> None:
 def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
     """Calls that move 1 MB, with two threads of torch, and checkpoints of many shards, with bars that nobody sees."""
     rows = ReplayBuffer(300, NUMBERED, sampler=Proportional(), device="cpu")
-    steps = TrajectoryReplayBuffer(300, 1, {**NUMBERED, "action": Field((), torch.int64)}, stack=2, device="cpu")
+    fields = {**NUMBERED, "action": Field((), torch.int64)}
+    steps = TrajectoryReplayBuffer(300, 1, fields, stack=2, autoreset="next_step", device="cpu")
     rows.add(**numbered(rows, 300))
     many = {name: value[:, None] for name, value in numbered(steps, 200).items()}
     no, path = torch.zeros(200, 1, dtype=torch.bool), folder / "checkpoint"

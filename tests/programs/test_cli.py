@@ -360,7 +360,8 @@ def test_estimate_counts_frames_stacks_and_what_the_trainer_takes(arguments: str
     assert {name: found[name] for name in ESTIMATES[arguments]} == ESTIMATES[arguments]
     assert ("next_obs" in found) == ("next_obs" in ESTIMATES[arguments])
     if "--stack 4 --frame-size" in arguments:
-        frames = TrajectoryReplayBuffer(20_000, 1, {**FRAMES, "action": Field((), torch.int64)}, **CPU)
+        fields = {**FRAMES, "action": Field((), torch.int64)}
+        frames = TrajectoryReplayBuffer(20_000, 1, fields, autoreset="next_step", **CPU)
         # the smaller form comes first; counters do not grow with the capacity
         first = re.search(r"^each frame stored once, TrajectoryReplayBuffer: ([\d,]+) bytes", out, re.MULTILINE)
         assert int(first[1].replace(",", "")) == pytest.approx(frames.nbytes, rel=1e-3)  # type: ignore[index]
