@@ -369,7 +369,7 @@ class TrajectoryReplayBuffer(Buffer):
             if self._settings.relabel is None:
                 return Batch(self._engine.sample(batch, exponent))
             engine = self._engine
-            # twice, for an interrupt in the exit of the inner one
+            # two, since an interrupt may end the exit of the inner one
             with self._accepting_after(), self._accepting_after():
                 # what the user's functions may do
                 self._refuse_calls(RELABELS, "sampling", "span", "counts", "read", "stored")
