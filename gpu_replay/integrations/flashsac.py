@@ -88,8 +88,13 @@ class TorchUniformBuffer:
         self.buffer.add(**values, **flags, action=transition["action"], reward=transition["reward"])
 
     def can_sample(self) -> bool:
-        """Whether `min_length` windows can be sampled."""
-        return self.buffer._available(self._min_length) >= self._min_length
+        """Whether `min_length` windows can be sampled, and each environment has more than `n_step` steps: before, only
+        windows that an ending cut short could be.
+        """
+        short = self.buffer.n_step * self.buffer.num_envs
+        count = self.buffer._available(max(self._min_length, short + 1))
+        # more windows than that are of more steps; `len` may wait for a GPU
+        return count >= self._min_length and (count > short or len(self) > short)
 
     def sample(self) -> dict[str, Tensor]:
         """Sample `sample_batch_size` transitions; flags are floats.
@@ -101,7 +106,8 @@ class TorchUniformBuffer:
         if not self.can_sample():
             count = self.buffer._available(self._min_length)
             raise RuntimeError(
-                f"sample: {count} windows can be sampled, and min_length={self._min_length} are needed. Add more first."
+                f"sample: {count} windows can be sampled; it needs min_length={self._min_length}, and more than "
+                f"{self.buffer.n_step} steps of each environment. Add more first."
             )
         batch = self.buffer.sample(self._batch)
         return {

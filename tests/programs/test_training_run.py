@@ -164,19 +164,15 @@ def test_a_run_ends_with_what_to_do_next_and_says_no_nan(capsys: pytest.CaptureF
 
 @pytest.mark.skipif(compiler() is None, reason="Numba is not installed, or told not to compile")
 def test_a_first_run_says_that_it_compiles_before_its_bar(tmp_path: Path) -> None:
-    command = "train catch --device cpu --steps 16 --eval-episodes 1 --no-checkpoint-replay --output".split()
+    command = [sys.executable, "-m", "gpu_replay", "train", "catch", "--device", "cpu", "--steps", "16", "--output"]
     known = {name: value for name, value in os.environ.items() if not name.startswith("GPU_REPLAY")}
     known["NUMBA_CACHE_DIR"] = str(tmp_path / "compiled")
     said = []
     for name in ("first", "second"):
-        program = [sys.executable, "-m", "gpu_replay", *command, str(tmp_path / name)]
-        done = subprocess.run(program, capture_output=True, text=True, env=known, timeout=300)
+        done = subprocess.run([*command, str(tmp_path / name)], capture_output=True, text=True, env=known, timeout=300)
         assert done.returncode == 0, done.stderr
         said.append(done.stderr.partition("%|")[0])
-    assert ["compiles its loops for this machine, once, in about half a minute" in each for each in said] == [
-        True,
-        False,
-    ]
+    assert ["gpu_replay compiles its loops for this machine, once" in each for each in said] == [True, False]
 
 
 @pytest.mark.gpu
