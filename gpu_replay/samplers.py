@@ -449,7 +449,8 @@ class Proportional(_Prioritized):
                 computed from the rounded masses, so they stay consistent.
     clip:       largest value of priority + eps, or None.
     initial:    priority of new transitions: "running" is the largest ever given (1.0 before any), "stored" the largest
-                among those stored now (1.0 in an empty buffer), or a number.
+                among those stored now (1.0 in an empty buffer), or a number. Of a key that an update names more than
+                once only the last priority counts as given.
     normalize:  weights are divided by the largest in the batch ("batch"), or by the largest that any stored
                 transition could get ("buffer").
     stratified: one draw from each of `B` equal parts of the total mass; False draws independently.

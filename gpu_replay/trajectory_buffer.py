@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import validation
 from gpu_replay.base.buffer import Buffer
-from gpu_replay.base.refusals import RELABELS, class_only, hint_from_spaces
+from gpu_replay.base.refusals import RELABELS, class_only, hint_from_spaces, warn_of_assumed_autoreset
 from gpu_replay.base.steps import StepInput
 from gpu_replay.batch import Batch
 from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
@@ -38,7 +38,13 @@ from gpu_replay.engines.trajectory_storage import (
 from gpu_replay.fields import Field
 from gpu_replay.hindsight import Hindsight, check_saved_relabel
 from gpu_replay.samplers import Sampler, TooFewWindows
-from gpu_replay.spaces import autoreset_name, step_fields, vector_settings, warn_of_stacks
+from gpu_replay.spaces import (
+    ASSUMED_AUTORESET,
+    autoreset_name,
+    step_fields,
+    vector_settings,
+    warn_of_stacks,
+)
 from gpu_replay.validation import check_int
 
 if TYPE_CHECKING:
@@ -59,8 +65,9 @@ class TrajectoryReplayBuffer(Buffer):
     stack:          frames `S` in an observation, oldest first; no stack axis when it is 1.
     n_step, gamma:  steps `n` until bootstrapping, and the discount of one step.
     autoreset:      what `obs` holds in the step after an ending: with "next_step" (Gymnasium's default) the final
-                    observation, with "same_step" and "disabled" the new episode's first one. Also Gymnasium's
-                    AutoresetMode.
+                    observation, with "same_step" and "disabled" (your loop calls `env.reset()`) the new episode's first
+                    one. Also Gymnasium's AutoresetMode. Name it for `num_envs=1`, where leaving it out warns
+                    (UserWarning): loops of one environment mostly reset it themselves.
     padding:        frames before an episode's first one: "reset" repeats it, "zero" is zeros (as ALE's own stacks).
     random_shift:   largest random shift of images (..., height, width) in `obs` and `next_obs`, in pixels, with edges
                     repeated (DrQ); fields with fewer than two dimensions are not shifted.
@@ -105,7 +112,7 @@ class TrajectoryReplayBuffer(Buffer):
         stack: int = 1,
         n_step: int = 1,
         gamma: float = 0.99,
-        autoreset: Autoreset | AutoresetMode = "next_step",
+        autoreset: Autoreset | AutoresetMode = ASSUMED_AUTORESET,
         padding: Padding = "reset",
         random_shift: int = 0,
         sampler: Sampler = UNIFORM,
@@ -123,6 +130,8 @@ class TrajectoryReplayBuffer(Buffer):
             capacity, num_envs, stack, n_step, gamma, mode, padding, random_shift, final_capacity, terminal_obs, relabel
         )
         self._settings = given.checked(checked)
+        if autoreset is ASSUMED_AUTORESET and self._settings.num_envs == 1:
+            warn_of_assumed_autoreset()
         self._shape = self._settings.shape
         super().__init__(self._shape.slots, checked, sampler, device, seed, storage_device, storage_path)
         self._step_fields = {**self._fields, "reward": REWARD, "terminated": _FLAG, "truncated": _FLAG}
@@ -366,16 +375,11 @@ class TrajectoryReplayBuffer(Buffer):
             if self._settings.relabel is None:
                 return Batch(self._engine.sample(batch, exponent))
             engine = self._engine
-            try:
+            # two, since an interrupt may end the exit of the inner one
+            with self._accepting_after(), self._accepting_after():
                 # what the user's functions may do
                 self._refuse_calls(RELABELS, "sampling", "span", "counts", "read", "stored")
                 return Batch(engine.sample(batch, exponent))
-            finally:
-                try:
-                    self._accept_calls()
-                finally:
-                    # an interrupt may have come before
-                    self._accept_calls()
 
     def sample_sequences(
         self,

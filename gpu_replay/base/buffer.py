@@ -194,6 +194,11 @@ class Buffer(StatefulBuffer):
             "positional ones."
         )
 
+    def _available(self, needed: int, skipped: int = 0) -> int:
+        """Rows that can be drawn, those in the newest `skipped` slots left out, exact only below `needed`."""
+        with self._lock:
+            return self._engine.count_at_least(needed, skipped)
+
     def _check_enough(self, batch: int, skipped: int = 0, call: str = "", available: int | None = None) -> None:
         """Raise unless `batch` rows can be drawn, leaving out the newest `skipped` slots.
 

@@ -11,6 +11,8 @@ from inspect import getfullargspec
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from gpu_replay.ops.advice import warn_caller
+
 _INSTEAD = (
     "its copy would add rows that nobody sees and draw what others draw. Let actors in other processes send their "
     "steps through a queue to the process of the buffer, as gpu_replay/examples/async_actors.py does, or make a buffer "
@@ -79,6 +81,17 @@ def refuse_for_spawned() -> None:
     """Raise RuntimeError while the arguments of a process that is being started are pickled."""
     if get_spawning_popen() is not None:
         raise RuntimeError(f"a buffer was given to a process that is being started: {_INSTEAD}")
+
+
+def warn_of_assumed_autoreset() -> None:
+    """Warn that a buffer of one environment was made without saying how that is reset."""
+    warn_caller(
+        "a buffer of one environment was made without autoreset=, and takes 'next_step': for an environment that "
+        "resets itself in the step after an episode's end, as those of gymnasium.make_vec do. If your loop calls "
+        "env.reset(), give autoreset='disabled', and final_obs= to add where an episode was truncated; if the "
+        "environment resets itself within the last step, 'same_step'; else write 'next_step'. "
+        "TrajectoryReplayBuffer.from_env finds out by itself."
+    )
 
 
 if TYPE_CHECKING:

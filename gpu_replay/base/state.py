@@ -6,7 +6,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -28,6 +28,7 @@ from gpu_replay.fields import Field
 from gpu_replay.graphs.custom_ops import Operators
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops._backend import choose
+from gpu_replay.ops.advice import warn_of_python
 from gpu_replay.ops.eligibility import StreamShape
 from gpu_replay.samplers import Sampler, check_sampler
 from gpu_replay.validation import check_int
@@ -120,6 +121,8 @@ class StatefulBuffer(SharedSettings, ABC):
             )
             self._counters = self._state.counters
             self._made_engine: Engine = self._make_engine()
+        if self._on_host:
+            warn_of_python()
         self._engine: Engine = self._made_engine
         self._sampling: HostSampler | DeviceSampler = self._made_engine.sampling
         self._operators = Operators(self, self._device)
@@ -162,6 +165,12 @@ class StatefulBuffer(SharedSettings, ABC):
 
     def _accept_calls(self) -> None:
         self._engine, self._sampling = self._made_engine, self._made_engine.sampling
+
+    def _accepting_after(self) -> ExitStack:
+        """A context whose end makes calls accepted again, in one operation without Python in it."""
+        stack = ExitStack()
+        stack.callback(vars(self).update, _engine=self._made_engine, _sampling=self._made_engine.sampling)
+        return stack
 
     def clear(self) -> None:
         """Forget all transitions; keys and the counts of `stats()` continue.

@@ -116,8 +116,9 @@ class DeviceSampler:
         with self.order:
             counts: list[int] = self.counters.tolist()
         if self.warn is not None and counts[Counter.FLAWED] > self._known_flaws:
-            self.warn()
-            self.warn = None
+            warn, self.warn = self.warn, None
+            # where warnings are errors it raises
+            warn()
         return counts
 
     def span(self) -> tuple[int, int]:

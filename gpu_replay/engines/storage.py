@@ -93,15 +93,15 @@ def size_table(sizes: Mapping[str, int]) -> str:
 
 
 def sizes_by_place(
-    sizes: Mapping[str, int], placement: Placement, fields: Collection[str]
+    sizes: Mapping[str, int], placement: Placement, fields: Collection[str], *, absent: bool = False
 ) -> list[tuple[str, dict[str, int], int | None]]:
     """Sizes by place: the name of each place, the sizes there and the free bytes, if known.
 
-    fields: names of those sizes that go where the placement says.
+    fields: names of those sizes that go where the placement says. absent: whether the device is not of this machine.
     """
     there = {name: size for name, size in sizes.items() if placement.apart and name in fields}
     here = {name: size for name, size in sizes.items() if name not in there}
-    places = [(f"on {placement.device}", here, free_bytes(placement.device))]
+    places = [(f"on {placement.device}", here, None if absent else free_bytes(placement.device))]
     if there:
         free = free_bytes(torch.device("cpu")) if placement.path is None else free_on_disk(placement.path)
         places.append((placement.where, there, free))

@@ -14,9 +14,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -24,16 +24,19 @@ from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# Numba's own, which tells it not to compile
+VARIABLE = "NUMBA_DISABLE_JIT"
 # all files with loops: the digest covers all of them, even those that a process does not use
 _FILES = ("constants", "goals", "random", "ranks", "ring", "steps", "tree", "windows")
-# seconds of compiling after which a terminal is told why nothing happens
-_PATIENCE = 2.0
+_NOTE = "gpu_replay compiles its loops for this machine, once, in about half a minute; later runs find them compiled."
 
 _inner: set[Callable[..., Any]] = set()
 _lock = threading.Lock()
 # that callers have waited for compiled code so far
 waited_seconds = 0.0
 _notified = False
+# how a program tells its users that loops are compiled; without it only a terminal is told
+tell: Callable[[str], object] | None = None
 
 
 def _forget_lock() -> None:
@@ -61,6 +64,12 @@ def compiler() -> Any:
     except ImportError:
         return None
     return None if numba.config.DISABLE_JIT else numba
+
+
+def lacks_compiler() -> bool:
+    """Whether loops run as Python because Numba is missing, and not because it is told not to compile."""
+    told = os.environ.get(VARIABLE, "") not in ("", "0")
+    return compiler() is None and sys.modules.get("numba") is None and not told
 
 
 def inner(function: Function) -> Function:
@@ -110,6 +119,8 @@ class Loop:
             made = None
             try:
                 made = self._dispatcher(cache=True)
+                if not any(_kept(made, f"*{made.py_func.__qualname__}-*.nbi")):
+                    _notify()
                 self._code = self._machine_code(made)
             except Exception:
                 # any error of a damaged file, a full disk or a read-only folder: an error of the loop
@@ -136,9 +147,23 @@ class Loop:
 def _remove(made: Any, pattern: str, name: str = " ") -> None:
     """Remove the cached files of a loop that match this pattern, except those that contain `NAME-`."""
     with suppress(OSError):
-        for file in Path(made.stats.cache_path).glob(pattern):
+        for file in _kept(made, pattern):
             if f"{name}-" not in file.name:
                 file.unlink()
+
+
+def _kept(made: Any, pattern: str) -> Iterator[Path]:
+    """The cached files of loops that match this pattern."""
+    return Path(made.stats.cache_path).glob(pattern)
+
+
+def _notify() -> None:
+    """Tell users, once, why nothing happens for a while."""
+    global _notified
+    show = tell or (partial(print, file=sys.stderr) if sys.stderr.isatty() else None)
+    if show is not None and not _notified:
+        _notified = True
+        show(_NOTE)
 
 
 def _linked(function: Any) -> FunctionType:
@@ -170,12 +195,12 @@ def compile_all() -> dict[str, float]:
 
 
 def _wait_for(work: Callable[[], None]) -> None:
-    """Run this in its own thread and raise its errors; print a note to a terminal if it takes long.
+    """Run this in its own thread and raise its errors.
 
     Locks are taken in C alone: `threading.Thread` takes some in Python code, where a signal handler that raises would
     leave them held.
     """
-    global waited_seconds, _notified
+    global waited_seconds
     errors: list[BaseException] = []
     running = threading.Lock()
     running.acquire()
@@ -190,12 +215,7 @@ def _wait_for(work: Callable[[], None]) -> None:
 
     begin = time.perf_counter()
     _thread.start_new_thread(run, ())
-    ended = running.acquire(timeout=max(0.0, _PATIENCE - waited_seconds))
-    if not ended and not _notified and sys.stderr.isatty():
-        _notified = True
-        print("gpu_replay compiles its loops for this machine, once; they are kept for later runs.", file=sys.stderr)
-    if not ended:
-        running.acquire()
+    running.acquire()
     waited_seconds += time.perf_counter() - begin
     if errors:
         raise errors[0]

@@ -7,8 +7,6 @@ closes, and takes away those that were overwritten or lost a frame of their stac
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.loops.constants import Flag as Flag
+from gpu_replay.ops.advice import warn_caller
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import Launch, aligned, reciprocal
 from gpu_replay.ops.mass_tree import MassTree, make_extreme
@@ -56,18 +55,10 @@ class StreamShape:
         return self.num_envs * self.steps
 
 
-def _warn_caller(message: str) -> None:
-    """Issue a UserWarning at the line outside of the package that led here."""
-    level, frame = 1, sys._getframe()
-    while (back := frame.f_back) is not None and frame.f_globals["__name__"].startswith("gpu_replay."):
-        level, frame = level + 1, back
-    warnings.warn(message, stacklevel=level)
-
-
 def warn_of_flaw(shape: StreamShape) -> None:
     """Warn that an ending is not as the autoreset mode says, or loses a window."""
     if shape.next_step:
-        _warn_caller(
+        warn_caller(
             "the step after an episode's end has a reward or a flag. With autoreset='next_step' it is Gymnasium's "
             "reset step, which has neither: its action and reward are ignored. Does the loop call env.reset() itself, "
             "or does the environment (SAME_STEP)? Then make the buffer with autoreset='disabled' or 'same_step', as "
@@ -76,7 +67,7 @@ def warn_of_flaw(shape: StreamShape) -> None:
             "this warning comes once."
         )
     else:
-        _warn_caller(
+        warn_caller(
             "an episode was truncated, and its final observation is not stored: windows that end there are never "
             f"sampled. Give final_obs= to add. The buffer keeps {shape.finals:,} final observations; if all are in "
             "use, raise final_capacity. stats().lost_truncations counts them; this warning comes once."

@@ -155,7 +155,11 @@ BUILT: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: LinearSchedule(-1e308, 1, 100), ValueError, "start"),
     (lambda: LinearSchedule(0.4, 1.0, HUGE), ValueError, "steps must be at most"),
     (lambda: rows(device=1.5), ValueError, "device 1.5 is not one that torch knows"),
-    (lambda: steps(num_envs=1).extend(**dict.fromkeys(RESULTS, np.ones((9, 2)))), ValueError, r"value\[:, None\]"),
+    (
+        lambda: steps(num_envs=1, autoreset="disabled").extend(**dict.fromkeys(RESULTS, np.ones((9, 2)))),
+        ValueError,
+        r"value\[:, None\]",
+    ),
     (lambda: rows().load("anywhere"), TypeError, r"ReplayBuffer\.load\(.*load_state_dict"),
     *((lambda n=n: hindsight(desired=n), ValueError, "two fields") for n in ("achieved_goal", "obs.achieved_goal")),
     (lambda: goals(relabel=hindsight(achieved="reached")), ValueError, "relabel needs the field 'obs.reached'"),
@@ -179,7 +183,7 @@ RESERVED_IN_STEPS = ["reward", "terminated", "truncated", "discount", "next_obs"
 @pytest.mark.parametrize("name", [*RESERVED, *RESERVED_IN_STEPS])
 def test_names_that_would_hide_something_are_reserved(name: str) -> None:
     with pytest.raises((ValueError, KeyError), match=rf"'{name}' is reserved|{name}.*reserved"):
-        TrajectoryReplayBuffer(4, 1, STEP | {name: SCALAR}, device="cpu")
+        TrajectoryReplayBuffer(4, 1, STEP | {name: SCALAR}, autoreset="next_step", device="cpu")
     if name in RESERVED:
         with pytest.raises(ValueError, match=f"'{name}' is reserved"):
             ReplayBuffer(4, {name: SCALAR}, device="cpu")

@@ -94,7 +94,8 @@ def test_every_move_is_equally_likely_and_independent_of_all_else(device: str) -
     height, width = SHAPE
     fields = {"obs": Field(SHAPE, torch.uint8), "action": Field((), torch.int64)}
     sampler = Uniform(replacement=True)
-    buffer = TrajectoryReplayBuffer(8, 1, fields, random_shift=MOST, sampler=sampler, device=device, seed=1)
+    settings: dict[str, Any] = {"autoreset": "next_step", "sampler": sampler, "device": device, "seed": 1}
+    buffer = TrajectoryReplayBuffer(8, 1, fields, random_shift=MOST, **settings)
     # every pixel says where it is, so the one in the middle says how far the picture moved
     coordinates = torch.arange(height * width, dtype=torch.uint8).reshape(1, *SHAPE)
     no = torch.zeros(1, dtype=torch.bool)

@@ -279,6 +279,44 @@ def check_every_place(kind: str, name: str, adds: int, call: Call, every: int) -
     assert not unlike(buffer, memory(untouched))
 
 
+def test_an_exception_at_any_instruction_of_a_sample_with_goals_leaves_the_buffer_open() -> None:
+    buffer = make("goals", relabel=Hindsight(reward_fn=reached, ratio=0.5))
+    for _ in range(24):
+        buffer.add(**given(buffer))
+    buffer.sample(4)
+    # of the class and its bases, and of what keeps contexts
+    files = {sys.modules[each.__module__].__file__ for each in (contextmanager, *TrajectoryReplayBuffer.__mro__[:3])}
+
+    def stopped(at: int) -> int:
+        """Sample, and raise at one of the instructions of these files; returns how many came."""
+        count = 0
+
+        def each(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal count
+            frame.f_trace_opcodes = True
+            if frame.f_code.co_filename not in files:
+                return None
+            count += event == "opcode"
+            if count == at:
+                raise Interruption
+            return each
+
+        before = sys.gettrace()
+        sys.settrace(each)
+        try:
+            buffer.sample(4)
+        finally:
+            sys.settrace(before)
+        return count
+
+    total = stopped(NOWHERE)
+    assert total > 100
+    for at in range(1, total + 1):
+        with pytest.raises(Interruption):
+            stopped(at)
+        buffer.add(**given(buffer))
+
+
 @pytest.mark.contract
 def test_a_reward_function_that_fails_moves_nothing() -> None:
     """A sample whose `reward_fn` raises leaves draws and counts where they were."""
@@ -409,7 +447,8 @@ def check_numbered(batch: Any) -> None:
 def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
     """Calls that move 1 MB, with two threads of torch, and checkpoints of many shards, with bars that nobody sees."""
     rows = ReplayBuffer(300, NUMBERED, sampler=Proportional(), device="cpu")
-    steps = TrajectoryReplayBuffer(300, 1, {**NUMBERED, "action": Field((), torch.int64)}, stack=2, device="cpu")
+    fields = {**NUMBERED, "action": Field((), torch.int64)}
+    steps = TrajectoryReplayBuffer(300, 1, fields, stack=2, autoreset="next_step", device="cpu")
     rows.add(**numbered(rows, 300))
     many = {name: value[:, None] for name, value in numbered(steps, 200).items()}
     no, path = torch.zeros(200, 1, dtype=torch.bool), folder / "checkpoint"

@@ -72,7 +72,7 @@ class OnGpu(Twins):
         self.kind, self.rows, self.every = kind, rows, every
         self.steps = kind not in ("transitions", "pinned")
         self.draws_sequences = self.steps and kind != "goals"
-        settings = {**MODES.get(kind.replace("pinned steps", "same_step"), {}), **more}
+        settings = {"autoreset": "next_step", **MODES.get(kind.replace("pinned steps", "same_step"), {}), **more}
 
         def make(place: str) -> ReplayBuffer | TrajectoryReplayBuffer:
             named: dict[str, Any] = {"sampler": sampler, "device": place, "seed": 5}

@@ -156,7 +156,8 @@ def made(capacity: int, fields: Any, sampler: Sampler, settings: Any = None, num
     """An empty buffer of rows, or of steps with these settings."""
     if settings is None:
         return ReplayBuffer(capacity, fields, sampler=sampler, device="cpu")
-    buffer = TrajectoryReplayBuffer(capacity, num_envs, fields, sampler=sampler, device="cpu", **settings)
+    known = {"autoreset": "next_step", "sampler": sampler, "device": "cpu", **settings}
+    buffer = TrajectoryReplayBuffer(capacity, num_envs, fields, **known)
     # launches that are not made count nothing
     buffer._counters[Counter.ELIGIBLE] = 10
     return buffer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -166,3 +167,35 @@ def test_an_interrupt_leaves_no_thread_behind() -> None:
             return interrupt_everywhere(ready, [ready], range)
 
     assert in_a_child(work) > 20
+
+
+TOLD = """
+import sys, warnings
+sys.modules["numba"] = None
+import torch
+from gpu_replay import Field, ReplayBuffer, TrajectoryReplayBuffer
+warnings.simplefilter(sys.argv[1])
+fields = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
+makers = [lambda: ReplayBuffer(4, fields, device="cpu"), lambda: TrajectoryReplayBuffer(4, 2, fields, device="cpu")]
+for make in (*makers, *makers):
+    try:
+        make()
+    except UserWarning as warning:
+        print("raised", warning)
+"""
+
+
+@pytest.mark.parametrize("way", ["always", "error", "told not to compile"])
+def test_a_process_without_numba_is_told_once_what_it_costs(way: str) -> None:
+    root = str(LOOPS.parents[1])
+    known = {name: value for name, value in os.environ.items() if not name.startswith(("NUMBA", "GPU_REPLAY"))}
+    known |= {"PYTHONPATH": root} | ({"NUMBA_DISABLE_JIT": "1"} if way.startswith("told") else {})
+    command = [sys.executable, "-c", TOLD, "error" if way.startswith("told") else way]
+    done = subprocess.run(command, capture_output=True, text=True, env=known, cwd=root, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = {"always": done.stderr, "error": done.stdout, "told not to compile": "Numba"}[way]
+    assert (said + done.stdout + done.stderr).count("Numba") == (1 if way.startswith("told") else 2)
+    if way == "always":
+        assert "<string>:8: UserWarning: Numba is not installed" in said
+    if way != "told not to compile":
+        assert re.search(r"20 to 300 times slower\. Run: pip install .*\[cpu\]", said)

@@ -49,7 +49,7 @@ class Drawn(Twins):
         def make(place: str) -> Any:
             settings = {"sampler": sampler, "device": place, "seed": 9}
             if envs:
-                return TrajectoryReplayBuffer(self.slots, envs, STEPS, **settings)
+                return TrajectoryReplayBuffer(self.slots, envs, STEPS, autoreset="next_step", **settings)
             return ReplayBuffer(self.slots, NUMBER, **settings)
 
         super().__init__(make, device)

@@ -304,6 +304,7 @@ def test_an_extreme_that_an_interrupted_call_found_is_not_read(kind: str, device
 
 def with_goals(device: str, num_envs: int, steps: int, fields: Any = GOALS, **settings: Any) -> Twins:
     """Buffers with goals that have lived through some steps."""
+    settings = {"autoreset": "next_step", **settings}
     both = Twins(
         lambda place: TrajectoryReplayBuffer(num_envs * steps, num_envs, fields, device=place, seed=5, **settings),
         device,

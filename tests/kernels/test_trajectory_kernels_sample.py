@@ -38,7 +38,7 @@ class Streams(Twins):
         self, device: str, fields: Mapping[str, Field], sizes: Sizes = (3, 12, 40), end: float = 0.2, **settings: Any
     ) -> None:
         envs, steps, played = sizes
-        known = {"sampler": Latest(), "seed": 3, **settings}
+        known = {"autoreset": "next_step", "sampler": Latest(), "seed": 3, **settings}
         super().__init__(
             lambda place: TrajectoryReplayBuffer(envs * steps, envs, fields, device=place, **known), device
         )

@@ -145,7 +145,7 @@ def test_imports_point_one_way_in_a_small_graph_without_a_cycle() -> None:
     assert len(rooms) <= MOST_ARROWS < len(files)
 
 
-def test_two_variables_are_read() -> None:
+def test_two_variables_are_read_and_one_of_numba() -> None:
     """All that touches the environment is `os.environ.get(VARIABLE, ...)`; benchmarks may do more."""
     for module, path in sources(ROOT).items():
         if room(module) != "bench":
@@ -153,6 +153,7 @@ def test_two_variables_are_read() -> None:
             assert not re.search(r"\b(environb?|getenvb?)\b", others), module
     assert importlib.import_module("gpu_replay.ops._backend").VARIABLE == "GPU_REPLAY_BACKEND"
     assert importlib.import_module("gpu_replay.ops.launch").VARIABLE == "GPU_REPLAY_PLAIN_LAUNCH"
+    assert importlib.import_module("gpu_replay.loops.compiling").VARIABLE == "NUMBA_DISABLE_JIT"
 
 
 def test_every_file_says_why_it_exists_and_no_assert_stands_in_for_an_error_message() -> None:
