@@ -115,15 +115,17 @@ def final_rows(
         else:
             rank = tl.where(cut, rank, over)
     few = wants & (rank < finals)
-    place = start + tl.where(few, rank, 0)
-    place = tl.where(place < finals, place, place - finals)
+    # there may be as many rows as an int32 counts
+    place = tl.where(rank < finals - start, start + rank, rank - (finals - start))
     if TERMINAL and not HINDSIGHT:
-        back = remainder(tried, finals, per_finals).to(tl.int32) + tl.where(few, over, 0)
-        back = finals - 1 - tl.where(back < finals, back, back - finals)
+        turn = remainder(tried, finals, per_finals).to(tl.int32)
+        back = finals - 1 - tl.where(over < finals - turn, turn + over, over - (finals - turn))
         # the truncated episodes of the step come first
         ahead = tl.where(back >= start, back - start, back - start + finals)
         few = few & (cut | (ahead >= all_cut))
         place = tl.where(cut, place, back)
+    # addresses have 64 bits
+    place = place.to(tl.int64)
     # an atomic that changes nothing, since another program may write it: no owner is below -1
     held = tl.atomic_max(owner_ptr + place, tl.full(place.shape, -1, tl.int64), mask=few, sem="relaxed")
     # owners are in the order of their keys, so the free rows come first

@@ -134,9 +134,11 @@ def test_loops_as_python_do_what_compiled_ones_do() -> None:
     both = []
     masses = random.integers(0, 2**40, 300) * (random.random(300) < 0.7)
     doubles, keys, powers = random.random(40), random.integers(280, 700, 60), np.exp2(random.uniform(-25, 21, 60))
+    # everything stored can be drawn
+    stream = tuple(np.zeros(0, dtype) for dtype in (np.int64, np.uint8, np.int32, np.int64))
     for ready in (lambda each: each.compiled(), lambda each: each.function):
         flat, low, high = np.zeros(352, np.int64), np.zeros(20, np.int64), np.zeros(20, np.int64)
-        changed_slots, counters = np.zeros(31, np.int64), np.zeros(17, np.int64)
+        changed_slots, counters = np.zeros(31, np.int64), np.zeros(Counter.COUNT, np.int64)
         flat[:300] = masses
         counters[Counter.FIRST], counters[Counter.ADDED] = 300, 600
         ready(tree.build)(flat, starts, low, high)
@@ -144,7 +146,7 @@ def test_loops_as_python_do_what_compiled_ones_do() -> None:
         known = flat, starts, low, doubles, True, True, 7, int(masses.sum()) - 9, int(masses.sum())
         ready(tree.draw)(*known, slots, probability, ratio)
         for ordered in (True, False):
-            settings = ordered, 2**40, 300, True, counters, flat, starts, low, high, changed_slots
+            settings = ordered, 2**40, 300, counters, flat, starts, low, high, changed_slots, *stream
             ready(tree.update)(keys, powers.copy(), *settings)
         found = (
             ready(tree.lowest)(flat, low),
