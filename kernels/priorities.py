@@ -5,8 +5,6 @@ import triton.language as tl
 
 from .constants import (
     ADDED,
-    DIRTY,
-    EDGE,
     FANOUT,
     MAX_MASS,
     NO_KEY,
@@ -113,9 +111,9 @@ def add_kernel(
     where the ring wraps; each has `segment` programs, a program covers BLOCKS blocks of FANOUT slots. The last program
     to finish moves the ring on.
 
-    tree: levels, extremes of blocks of EDGE leaves, and the rule of `mass_of`; all empty without priorities.
+    tree: levels and the rule of `mass_of`; both empty without priorities.
     """
-    levels, extremes, rule = tree
+    levels, rule = tree
     program = tl.program_id(0).to(tl.int64)
     added = tl.load(counters_ptr + ADDED)
     skipped = skipped.to(tl.int64)
@@ -148,9 +146,6 @@ def add_kernel(
                 tl.debug_barrier()
                 tl.store(levels[0] + slot, new, mask=live)
                 touched = (block * FANOUT < high) & (block * FANOUT + FANOUT > low)
-                for each in tl.static_range(len(extremes)):
-                    edge = block * FANOUT // EDGE
-                    tl.store(extremes[each] + edge, tl.full([BLOCKS], DIRTY, tl.int64), mask=touched)
                 for level in tl.static_range(1, len(levels)):
                     tl.atomic_add(levels[level] + (block >> (SHIFT * (level - 1))), change, mask=touched, sem="relaxed")
         # keys of transitions that did not stay, because more came than fit; their priorities were given all the same
@@ -210,7 +205,7 @@ def update_kernel(
     mass 0 keep it. With FINDS_WINNERS a single program, which has all the keys, finds the winners itself. Without a
     tree, see `add_kernel`, stale keys are counted and nothing else happens. per_capacity: see `division.py`.
     """
-    levels, extremes, rule = tree
+    levels, rule = tree
     position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     named = position < batch
     # positions past the end name no key
@@ -245,8 +240,6 @@ def update_kernel(
         tl.debug_barrier()
         tl.atomic_min(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=winner, sem="relaxed")
         tl.store(levels[0] + slot, new, mask=accepted)
-        for each in tl.static_range(len(extremes)):
-            tl.store(extremes[each] + slot // EDGE, tl.full([DRAWS], DIRTY, tl.int64), mask=accepted)
         TOP: tl.constexpr = len(levels) - 1
         # all keys of thousands would wait for each other at the few nodes of the root
         SUMS: tl.constexpr = TOP > 0 and not FINDS_WINNERS

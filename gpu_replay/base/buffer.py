@@ -251,8 +251,9 @@ class Buffer(StatefulBuffer):
 
         Priorities, sample counts and the order of keys stay. In a trajectory buffer, which stores each observation
         once, a new `obs` also appears in the stacks and as `next_obs` of neighbouring steps; rewards, flags and final
-        observations stay. On CUDA it takes one launch, two for more than 1,024 keys; with more than 16,384 keys an
-        interrupt (KeyboardInterrupt) may leave only the first ones written.
+        observations stay. On CUDA it takes a few small launches and can be captured. It is the one call that is not a
+        single step there: all values are made first, and an interrupt (KeyboardInterrupt) that comes while they are
+        copied may leave some fields written and others not.
 
         Raises KeyError for an unknown field, ValueError for no field, another shape, device or number of rows,
         TypeError for a dtype that would lose values or keys that are not integers. A call that raises writes nothing.

@@ -11,16 +11,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gpu_replay.engines.pinned_memory import seen_from
 from gpu_replay.engines.sampler_state import SamplerState
 from gpu_replay.engines.storage import Storage
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import make_draw
 from gpu_replay.ops.eligibility import Streams
-from gpu_replay.ops.launch import aligned, allocator, per_arguments
+from gpu_replay.ops.launch import allocator, per_arguments
 from gpu_replay.ops.priorities import DeviceMasses, make_update
 from gpu_replay.ops.rank_draw import DeviceRanks
-from gpu_replay.ops.ring import MOST_WRITTEN, make_write
+from gpu_replay.ops.ring import write_rows
 from gpu_replay.ops.weights import Finish, Gather
 from gpu_replay.ops.windows import SequenceRule
 from gpu_replay.samplers import LinearSchedule
@@ -80,10 +81,6 @@ class DeviceSampler:
         tracks = state.tracks_eligibility
         self._updates = per_arguments(
             lambda keys, dtype: make_update(masses, state.counters, state.slots, keys, tracks_eligibility=tracks)
-        )
-        stores, fields, counters = storage.tensors, storage.fields, state.counters
-        self._writes = per_arguments(
-            lambda names, keys: make_write(stores, {name: fields[name] for name in names}, keys, counters)
         )
 
     @property
@@ -274,13 +271,11 @@ class DeviceSampler:
     def write(self, keys: Tensor, values: dict[str, Tensor]) -> None:
         """Store rows of some fields under (m,) live keys; the last of a repeated key wins, others are counted.
 
-        1 launch, 2 for thousands of keys; of more than `MOST_WRITTEN` one after the other, the later rows last.
+        A few operations of torch. Waits for nothing, but an interrupt may come between two fields.
         """
         with self.order:
             here, rows = self.moved(keys), {name: self.moved(value) for name, value in values.items()}
             self.order.reads((here, *rows.values()))
-            for begin in range(0, here.shape[0], MOST_WRITTEN):
-                some = slice(begin, begin + MOST_WRITTEN)
-                parts = {name: value[some] for name, value in rows.items()}
-                write = self._writes(tuple(parts), len(here[some]))
-                write(here[some], parts, aligned=aligned(here, *rows.values()))
+            if here.numel():
+                stores = {name: seen_from(self.device, self._storage.tensors[name]) for name in rows}
+                write_rows(stores, here, rows, self.counters, self.state.slots)

@@ -32,10 +32,10 @@ from torch import Tensor
 
 from gpu_replay.loops import random as random_loops
 from gpu_replay.loops import tree as tree_loops
-from gpu_replay.ops.counters import NO_MASS, blocks_for
+from gpu_replay.ops.counters import Counter, blocks_for
 from gpu_replay.ops.eligibility import Streams
 from gpu_replay.ops.launch import Launch, per_program, reciprocal
-from gpu_replay.ops.mass_tree import MassTree, make_extreme
+from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.windows import SequenceRule
 
 
@@ -60,7 +60,7 @@ def draw_range(tree: MassTree, head: int, skipped: int, *, by_key: bool) -> Draw
     head:   slot of the next key; the slots from it on hold the oldest keys.
     by_key: whether targets ascend with keys instead of slots; without effect on what can be drawn.
     """
-    total, mass_before, (flat, starts, *_) = tree.total(), tree_loops.mass_before.compiled(), tree.host
+    total, mass_before, (flat, starts) = tree.total(), tree_loops.mass_before.compiled(), tree.host[:2]
     if not skipped and not by_key:
         return DrawRange(0, total, total)
     before = mass_before(flat, starts, head)
@@ -74,7 +74,7 @@ def draw_range(tree: MassTree, head: int, skipped: int, *, by_key: bool) -> Draw
 
 def slots_in(tree: MassTree, drawn: DrawRange, targets: np.ndarray) -> np.ndarray:
     """Host: the (B,) slots on which (B,) targets in [0, mass) fall; the targets are overwritten."""
-    slots, (flat, starts, *_) = np.empty(targets.size, dtype=np.int64), tree.host
+    slots, (flat, starts) = np.empty(targets.size, dtype=np.int64), tree.host[:2]
     tree_loops.locate.compiled()(flat, starts, drawn.offset, drawn.total, targets, slots)
     return slots
 
@@ -108,12 +108,12 @@ def draw_by_mass(
 ) -> MassDraw:
     """Host: draw one slot for each of (B,) float64 in [0, 1).
 
-    over_buffer: whether the largest weight is that of the smallest stored mass, which the tree keeps, or of the batch.
+    over_buffer: whether the largest weight is that of the smallest stored mass or of the batch.
     """
-    batch, (flat, starts, low, *_), (offset, mass, total) = doubles.size, tree.host, within
+    batch, (flat, starts, _), (offset, mass, total) = doubles.size, tree.host, within
     slots, probability, ratio = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.float32), np.empty(batch)
     mass = tree_loops.draw.compiled()(
-        flat, starts, low, doubles, stratified, over_buffer, offset, mass, total, slots, probability, ratio
+        flat, starts, doubles, stratified, over_buffer, offset, mass, total, slots, probability, ratio
     )
     return MassDraw(slots, probability, ratio, mass)
 
@@ -173,14 +173,6 @@ def slots_at(tree: MassTree, targets: Tensor) -> Tensor:
         rest -= (prefix - masses).gather(1, step).squeeze(1)
         node = node * tree.fanout + step.squeeze(1)
     return node
-
-
-def lowest_mass(tree: MassTree) -> Tensor:
-    """The smallest mass that is not 0 as int64 without dimensions, NO_MASS without one; on a device all are read."""
-    if tree.backend == "host":
-        return torch.tensor(tree.lowest())
-    masses = tree.masses
-    return torch.where(masses > 0, masses, NO_MASS).min()
 
 
 # parts into which one step of the search for a rank divides the rest
@@ -288,10 +280,9 @@ def make_draw(
     blocks += blocks_for(batch if shifted else 0)
     if by != "mass" or not normalize_over_buffer or tree is None:
         return launch, blocks, minima
-    find_lowest = make_extreme(tree, counters, low=True)
 
     def draw(*arguments: tuple[Tensor, ...]) -> None:
-        find_lowest()
+        counters[Counter.LOWEST] = tree.lowest()
         launch(*arguments)
 
     return draw, blocks, minima

@@ -123,6 +123,12 @@ class OnGpu(Twins):
         self.gpu.load_state_dict(self.host.state_dict())
         return torch.full((), self.host.added, dtype=torch.int64, device="cuda")
 
+    def write(self, buffer: Any, keys: Tensor) -> None:
+        """New values of rows with these keys and, once more, with the first of them."""
+        keys = torch.cat((keys, keys[:1]))
+        values = torch.arange(len(keys), device=keys.device) + keys * 8
+        buffer.write(keys, **{"action" if self.steps else "n": values})
+
     def update_drawn(self, keys: Tensor) -> None:
         """The host's part of a step that updates what it drew."""
         self.host.update_priorities(keys, powers(keys))

@@ -64,6 +64,7 @@ def test_no_call_waits_for_the_device_or_keeps_memory(kind: str, name: str) -> N
         buffer.update_priorities(batch.key, powers(batch.key))
         buffer.update_priorities(batch.key, batch.weight.requires_grad_())
         buffer.update_priorities(late, given)
+        both.write(buffer, torch.cat((batch.key, late)))
         if both.steps:
             buffer.begin_episodes(some)
             if both.draws_sequences:
@@ -99,6 +100,7 @@ def test_a_replayed_cycle_of_add_sample_and_update(kind: str, name: str) -> None
         buffer.add(**both.given(first.to(buffer.device), buffer.device))
         batch = buffer.sample(amount(200, 12))
         buffer.update_priorities(batch.key, powers(batch.key))
+        both.write(buffer, batch.key)
         return [batch, *([buffer.sample_sequences(9, 6, 3)] if both.draws_sequences else [])]
 
     def moving() -> list[Batch]:
