@@ -13,11 +13,9 @@ from torch import Tensor
 from gpu_replay.engines.placement import MakeMemory
 from gpu_replay.engines.storage import Storage, check_capacity, estimate
 from gpu_replay.fields import Field, check_fields
-from gpu_replay.graphs.custom_ops import STEPS, BatchKind, batch_kind
 from gpu_replay.hindsight import Hindsight, check_relabel
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.eligibility import Streams, StreamShape, stream_bytes
-from gpu_replay.ops.frames import window_outputs
 from gpu_replay.ops.mass_tree import tree_bytes
 from gpu_replay.samplers import Sampler
 from gpu_replay.validation import check_choice, check_float, check_int
@@ -157,14 +155,6 @@ def stream_sizes(
     checked = check_stream_fields(fields)
     settings = StreamSettings(capacity, num_envs, autoreset=autoreset).checked(checked)
     return trajectory_estimate(settings.shape, checked, sampler, backend)
-
-
-def stream_batch(fields: Mapping[str, Field], stack: int, *, sequences: bool = False) -> BatchKind:
-    """The tensors of a batch of windows, or of sequences."""
-    outputs, steps = window_outputs(fields, observation_names(fields), stack), (STEPS,) if sequences else ()
-    if sequences:
-        outputs["mask"] = torch.bool, ()
-    return batch_kind({name: (dtype, (*steps, *shape)) for name, (dtype, shape) in outputs.items()})
 
 
 class TrajectoryStorage(Storage):
