@@ -61,8 +61,6 @@ class TrajectoryReplayBuffer(Buffer):
                     observation, with "same_step" and "disabled" the new episode's first one. Also Gymnasium's
                     AutoresetMode.
     padding:        frames before an episode's first one: "reset" repeats it, "zero" is zeros (as ALE's own stacks).
-    random_shift:   largest random shift of images (..., height, width) in `obs` and `next_obs`, in pixels, with edges
-                    repeated (DrQ); fields with fewer than two dimensions are not shifted.
     sampler:        Uniform, Proportional, RankBased, Latest, Combined, or one of your own.
     device:         by default "cuda" if torch finds a CUDA device, else "cpu".
     seed:           of the random stream.
@@ -101,7 +99,6 @@ class TrajectoryReplayBuffer(Buffer):
         gamma: float = 0.99,
         autoreset: Autoreset | AutoresetMode = "next_step",
         padding: Padding = "reset",
-        random_shift: int = 0,
         sampler: Sampler = UNIFORM,
         device: torch.device | str | None = None,
         seed: int = 0,
@@ -112,9 +109,7 @@ class TrajectoryReplayBuffer(Buffer):
     ) -> None:
         checked = check_stream_fields(fields)
         mode = autoreset_name(autoreset)
-        given = StreamSettings(
-            capacity, num_envs, stack, n_step, gamma, mode, padding, random_shift, final_capacity, relabel
-        )
+        given = StreamSettings(capacity, num_envs, stack, n_step, gamma, mode, padding, final_capacity, relabel)
         self._settings = given.checked(checked)
         self._shape = self._settings.shape
         super().__init__(self._shape.slots, checked, sampler, device, seed, storage_device, storage_path)

@@ -199,7 +199,6 @@ class DeviceSampler:
         make_gather: MakeGather,
         *,
         skipped: int = 0,
-        shifted: bool = False,
         more: int = 0,
         rule: SequenceRule | None = None,
         streams: Streams | None = None,
@@ -208,8 +207,7 @@ class DeviceSampler:
         call, by rank 1 and a sort before them. The last one gathers and counts; an exception before it leaves all as it
         was.
 
-        scheduled: whether a schedule gives beta. shifted: whether words that move pictures are taken as well.
-        more:      blocks of words that the gather takes after them.
+        scheduled: whether a schedule gives beta. more: blocks of random words that the gather takes after the draw.
         rule, streams: as in `make_draw`.
         """
         state, base, ranks, device = self.state, self._base, self._ranks, self.device
@@ -226,7 +224,6 @@ class DeviceSampler:
             starts=state.eligible_tree,
             tracks_eligibility=state.tracks_eligibility,
             skipped=skipped,
-            shifted=shifted,
             stratified=base.stratified,
             normalize_over_buffer=base.normalizes_over_buffer,
             replacement=base.replacement,
@@ -243,13 +240,12 @@ class DeviceSampler:
         def sample(beta: float | None) -> dict[str, Tensor]:
             slots, masses, lowest = kept or (integers(), integers(), integers())
             key, probability, weight = integers(), floats(), floats()
-            words = (torch.empty(1, dtype=torch.int64, device=device),) if shifted else ()
             ranked: tuple[Tensor, ...] = ()
             if ranks is not None and by_rank:
                 order = ranks.of(state.masses, skipped) if alone else ranks.current(state.masses, self.order.captures)
                 ranked = ranks.sums, *order
-            draw(ranked, (slots, key, probability, masses, lowest), words)
-            tensors = gather(slots, words, (slots, masses, weight, lowest), fixed if beta is None else beta)
+            draw(ranked, (slots, key, probability, masses, lowest))
+            tensors = gather(slots, (slots, masses, weight, lowest), fixed if beta is None else beta)
             tensors["key"], tensors["probability"], tensors["weight"] = key, probability, weight
             return tensors
 

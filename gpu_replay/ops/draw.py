@@ -198,7 +198,6 @@ def make_draw(
     starts: MassTree | None = None,
     tracks_eligibility: bool = False,
     skipped: int = 0,
-    shifted: bool = False,
     stratified: bool = True,
     normalize_over_buffer: bool = False,
     replacement: bool = False,
@@ -210,13 +209,12 @@ def make_draw(
 
     Its arguments: () or, to draw by rank, the sums of the masses of the ranks up to each, the ages in order of rank and
     their number, without the skipped slots; (batch,) slots, keys, probabilities and masses, and the minima, to be
-    filled; where to put the place of the words for shifts, or ().
+    filled.
 
     tree:    of masses, to draw by mass.
     starts:  of ones for eligible starts, for uniform draws and the newest; None where all stored slots can be drawn.
     tracks_eligibility: whether stored slots exist that cannot be drawn.
     skipped: slots of the newest keys that are left out; less than all.
-    shifted: whether `batch` random words are taken after the draw's own.
     rule:    that starts must fit, in a buffer of these streams; those that do not are drawn again.
     """
     from gpu_replay.kernels.draw import draw_kernel, draw_sequences_kernel
@@ -251,7 +249,6 @@ def make_draw(
             **shared,
             starts=newest,
             skipped=skipped,
-            blocks_drawn=blocks_once,
             REPLACEMENT=replacement,
             SKIPS=skipped > 0,
         )
@@ -271,13 +268,11 @@ def make_draw(
             stride=rule.stride,
             per_envs=reciprocal(envs),
             per_stride=reciprocal(rule.stride),
-            blocks_drawn=blocks,
             blocks_once=blocks_once,
             drawing=programs,
             REPLACEMENT=replacement,
         )
     minima = programs if by_priority else 0
-    blocks += blocks_for(batch if shifted else 0)
     if by != "mass" or not normalize_over_buffer or tree is None:
         return launch, blocks, minima
 

@@ -140,7 +140,6 @@ class Layout(NamedTuple):
 
     widths:        values of a row. rows, columns, chunks: of its `Tile`.
     scales, wide:  of values that are converted, and whether in float64.
-    heights, sides: of pictures that are moved, 0 of other fields.
     """
 
     widths: tuple[int, ...]
@@ -149,8 +148,6 @@ class Layout(NamedTuple):
     chunks: tuple[int, ...]
     scales: tuple[float | None, ...] = ()
     wide: tuple[bool, ...] = ()
-    heights: tuple[int, ...] = ()
-    sides: tuple[int, ...] = ()
 
     def programs(self, count: int, begin: int = 0) -> int:
         """Programs that move `count` rows of the fields from `begin` on."""
@@ -202,9 +199,7 @@ def make_gather(
     )
     new = [(name, allocator((batch, *field.shape), field.output_dtype, device)) for name, field in fields.items()]
 
-    def gather(
-        slots: Tensor, words: tuple[Tensor, ...] = (), sample: tuple[Tensor, ...] = (), beta: float = 0.0
-    ) -> dict[str, Tensor]:
+    def gather(slots: Tensor, sample: tuple[Tensor, ...] = (), beta: float = 0.0) -> dict[str, Tensor]:
         outputs = {}
         for name, make in new:
             outputs[name] = make()

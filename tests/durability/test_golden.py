@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import edit
 from golden import EXPECTED, FOLDER, MADE, Buffer, drawn, main
 
 from gpu_replay import CheckpointError, Field, RankBased, ReplayBuffer, TrajectoryReplayBuffer
@@ -48,6 +50,19 @@ def test_a_state_of_an_earlier_version_that_ranked_at_every_sample_is_taken() ->
     state["settings"]["sampler"]["resort_every"] = 2
     with pytest.raises(ValueError, match=r"RankBased\(resort_every=2\)"):
         other.load_state_dict(state)
+
+
+def test_a_buffer_that_shifted_images_loads_with_a_warning(tmp_path: Path) -> None:
+    path, expected = tmp_path / "steps", FOLDER / max(each.parent.name for each in KEPT) / "steps"
+    shutil.copytree(expected, path)
+    edit(path, lambda body: body["manifest"]["settings"].update(random_shift=4))
+    with pytest.warns(UserWarning, match=r"random_shift=4; .*eight lines"):
+        buffer = opened(path)
+    assert drawn(buffer) == json.loads((path / EXPECTED).read_text())
+    state = buffer.state_dict()
+    state["settings"]["random_shift"] = 1
+    with pytest.warns(UserWarning, match="random_shift=1"):
+        buffer.load_state_dict(state)
 
 
 def test_all_kinds_are_kept_and_made_as_ever(tmp_path: Path) -> None:

@@ -746,7 +746,7 @@ class TestDevice:
     def test_final_observations_stay_until_their_step_is_overwritten(self) -> None:
         """Those of the next step are written before it is; the oldest step can be drawn until then."""
         settings = {"sampler": Uniform(replacement=True), "capacity": 3 * ENVS, "stack": 1, "n_step": 1}
-        buffer = make("same_step", final_capacity=2, random_shift=0, **settings)
+        buffer = make("same_step", final_capacity=2, **settings)
         ends = {"terminated": torch.zeros(ENVS, dtype=torch.bool), "truncated": torch.ones(ENVS, dtype=torch.bool)}
         rows, run, calls = given(buffer) | ends, kernel_class().run, []
         launches = Places().made(lambda: buffer.add(**rows)).launches

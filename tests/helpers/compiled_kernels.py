@@ -143,8 +143,8 @@ def test_whole_words_are_moved_as_such(full: bool) -> None:
 def test_frames_of_stacks_are_moved_in_whole_words(full: bool) -> None:
     for name in FRAMES if full else SOME_FRAMES:
         field, settings = FRAMES[name]["obs"], CASES[name][3]
-        tile = frame_tile(field, 1000, "random_shift" in settings, False)
-        # of floats a frame is too long to be moved whole; shifted ones are moved value by value
+        tile = frame_tile(field, 1000, False)
+        # of floats a frame is too long to be moved whole
         assert (tile.chunks == 1) == (name in SOME_FRAMES), name
         # a frame may come from the ring or be a kept final observation
         places = 2 if settings.get("autoreset") == "same_step" else 1
@@ -156,8 +156,7 @@ def test_frames_of_stacks_are_moved_in_whole_words(full: bool) -> None:
             loads, stores = words * field.dtype.itemsize, words * field.output_dtype.itemsize
             wide = {kind: len(re.findall(rf"{kind}\.global\.(?:v4\.b32|v2\.b64)", ptx)) for kind in ("ld", "st")}
             assert wide["st"] == stores, case
-            if "random_shift" not in settings:
-                assert wide["ld"] == loads * places, case
+            assert wide["ld"] == loads * places, case
 
 
 def test_a_sum_of_rewards_is_rounded_as_on_the_host(full: bool) -> None:

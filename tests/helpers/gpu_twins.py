@@ -36,10 +36,10 @@ def distance(achieved: Tensor, desired: Tensor) -> Tensor:
     return (achieved - desired).abs().sum(-1)
 
 
-# of buffers of steps, which draw random numbers for shifts too
+# of buffers of steps
 MODES: dict[str, dict[str, Any]] = {
-    "next_step": {"autoreset": "next_step", "stack": 4, "n_step": 3, "random_shift": 1},
-    "same_step": {"autoreset": "same_step", "stack": 3, "n_step": 5, "padding": "zero", "random_shift": 1},
+    "next_step": {"autoreset": "next_step", "stack": 4, "n_step": 3},
+    "same_step": {"autoreset": "same_step", "stack": 3, "n_step": 5, "padding": "zero"},
     "few finals": {"autoreset": "disabled", "stack": 1, "n_step": 2, "final_capacity": 9},
     "goals": {"autoreset": "same_step", "relabel": Hindsight(reward_fn=distance, ratio=0.5)},
 }

@@ -100,7 +100,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "by rank": (1_000_000, SMALL, RankBased()),
     "atari": (5_000, FRAMES["atari"], PLAIN, {"stack": 4, "n_step": 3}),
     "atari to half": (100, FRAMES["atari to half"], Uniform(), {"stack": 4, **SAME_STEP}),
-    "atari to bfloat16": (100, FRAMES["atari to bfloat16"], Latest(), {"stack": 2, "random_shift": 4}),
+    "atari to bfloat16": (100, FRAMES["atari to bfloat16"], Latest(), {"stack": 2}),
     "atari to float": (100, FRAMES["atari to float"], Combined(EVERYTHING, 3), {"stack": 4, "n_step": 12, **SAME_STEP}),
     "goals": (5_000, GOALS, PLAIN, {"relabel": Hindsight(reward_fn=distances)}),
     "steps of vectors": (20_000, VECTORS, Proportional(stratified=False, initial="stored"), {}),
@@ -123,7 +123,6 @@ MORE_CASES: dict[str, tuple[Any, ...]] = {
         {"relabel": Hindsight(reward_fn=distances, strategy="episode"), **SAME_STEP},
     ),
     "last goals": (100, GOALS, Latest(), {"relabel": Hindsight(reward_fn=distances, strategy="final")}),
-    "shifted bytes": (100, FRAMES["atari"], PLAIN, {"stack": 4, "n_step": 3, "random_shift": 4, **SAME_STEP}),
     "several observations": (
         *(100, {f"obs.{name}": field for name, field in ODD.items()} | {"action": Field((6,), torch.float32)}),
         *(PLAIN, {"stack": 3, "n_step": 2, **SAME_STEP}),

@@ -357,7 +357,7 @@ def test_what_a_sort_takes_is_given_back_and_stays_below_what_is_said() -> None:
 @pytest.mark.parametrize("kind", ["transitions", "next_step"])
 def test_threads_on_streams_of_their_own_never_tear_a_row(kind: str, captured: bool) -> None:
     steps = kind != "transitions"
-    both = OnGpu(4_000 if steps else 5_000, 400 if steps else 4_000, EXACT, kind, random_shift=0)
+    both = OnGpu(4_000 if steps else 5_000, 400 if steps else 4_000, EXACT, kind)
     both.add(20 if steps else 2)
     buffer, added = both.gpu, both.host.added
     torch.cuda.synchronize()

@@ -34,7 +34,7 @@ RELABELED = {"starts": 3}
 SETTLED = {"update of thousands": 2}
 # calls that sort a list of ranks
 ORDERED = ("sample", "starts", "sequences")
-WINDOWS = {"random_shift": 2, "stack": 8, "n_step": 40, **SAME_STEP}
+WINDOWS = {"stack": 8, "n_step": 40, **SAME_STEP}
 PICTURES = {"obs": Field((6, 6), torch.uint8), "action": Field((), torch.int64)}
 BUFFERS = {
     **CASES,
@@ -80,7 +80,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("name", [name for name in SAMPLERS if "rank" not in name and name != "annealed"])
 def test_sequences_run_no_kernels_of_torch(name: str) -> None:
     with recorded():
-        buffer = made(5_000, PICTURES, SAMPLERS[name], WINDOWS | {"random_shift": 0})
+        buffer = made(5_000, PICTURES, SAMPLERS[name], WINDOWS)
         calls = calls_of(buffer)
         for _ in range(3):
             calls["step"]()
