@@ -209,6 +209,7 @@ def make_gather(
     return gather
 
 
+@torch.no_grad()
 def write_rows(
     stores: Mapping[str, Tensor], keys: Tensor, values: Mapping[str, Tensor], counters: Tensor, capacity: int
 ) -> None:
