@@ -668,6 +668,12 @@ class TestDevice:
             assert bool(changed) == (at > total - changing)
             assert not set(changed) & {*unlike(buffer, memory(written))}
 
+    def test_a_write_without_a_live_key_changes_nothing(self) -> None:
+        buffer, untouched = holding(1105), holding(1105)
+        buffer.write([-1, 0, 4, -1], n=[7, 7, 7, 7])
+        assert unlike(buffer, memory(untouched)) == ["counters"]
+        assert buffer.stats().stale_updates == 2
+
     @pytest.mark.slow
     def test_an_update_of_two_launches(self) -> None:
         """Stamps of the first, without the second, would win over later updates."""
