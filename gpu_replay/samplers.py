@@ -493,7 +493,7 @@ class Proportional(_Prioritized):
     def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
         tree, doubles = host.masses, doubles_of(host, count, again)
         slots, _, _, total = draw_by_mass(tree, doubles, stratified=self.stratified and again is None)
-        least = tree.lowest() if self.normalizes_over_buffer else 0
+        least = tree.lowest().item() if self.normalizes_over_buffer else 0
         return Rows(slots, tree.host.flat[slots], _some(total), least)
 
     def _everything(self, host: HostState) -> tuple[np.ndarray, np.ndarray]:

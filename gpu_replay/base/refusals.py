@@ -23,6 +23,8 @@ _MEANT = dict.fromkeys(("max_size", "size", "buffer_size", "memory_size", "max_l
 _MEANT |= {name: f"sampler=Proportional({name}=...)" for name in ("alpha", "beta", "eps", "clip", "initial")}
 _MEANT |= dict.fromkeys(("seq_len", "length", "burn_in"), "sample_sequences(B, length, burn_in)")
 _MEANT |= dict.fromkeys(("batch_size",), "sample(batch_size)")
+# what earlier versions had
+_GONE = {"random_shift": "sampled images are shifted by eight lines of torch: see the guide, Random shifts of images."}
 # all buffers of this process
 _buffers: weakref.WeakSet[Any] = weakref.WeakSet()
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -119,7 +121,7 @@ else:
 
 def hint_from_spaces(init: Init) -> Init:
     """Decorate a constructor to raise a TypeError that names `from_spaces` when it gets Gymnasium spaces, and what was
-    meant by a setting that there is not.
+    meant by a setting that there is not, or what to do without one that there was.
     """
     arguments = getfullargspec(init)
     names, known = arguments.args[1:], [*arguments.args[1:], *arguments.kwonlyargs]
@@ -132,6 +134,8 @@ def hint_from_spaces(init: Init) -> Init:
                 f"Gymnasium's spaces go to {type(self).__name__}.from_spaces."
             )
         for name in settings.keys() - known:
+            if name in _GONE:
+                raise TypeError(f"{type(self).__name__} has no setting {name!r} any more: {_GONE[name]}")
             meant = _MEANT.get(name) or next(iter(get_close_matches(name, known)), None)
             raise TypeError(
                 f"{type(self).__name__} has no setting {name!r}{f'; did you mean {meant}?' if meant else '.'} It takes "

@@ -25,7 +25,7 @@ from gpu_replay.engines.sampler_state import SamplerState
 from gpu_replay.engines.saved_state import StateLayout, check_state
 from gpu_replay.engines.storage import Storage, check_device, check_room, free_bytes
 from gpu_replay.fields import Field
-from gpu_replay.graphs.custom_ops import Operators
+from gpu_replay.graphs import never_traced
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops._backend import choose
 from gpu_replay.ops.advice import warn_of_python
@@ -67,6 +67,7 @@ class SharedSettings:
         return self._seed
 
 
+@never_traced
 class StatefulBuffer(SharedSettings, ABC):
     """A ring of preallocated tensors with a sampler, an engine that works on them, and their state as a whole."""
 
@@ -125,7 +126,6 @@ class StatefulBuffer(SharedSettings, ABC):
             warn_of_python()
         self._engine: Engine = self._made_engine
         self._sampling: HostSampler | DeviceSampler = self._made_engine.sampling
-        self._operators = Operators(self, self._device)
 
     @abstractmethod
     def _sizes(self) -> dict[str, int]:

@@ -22,7 +22,6 @@ from gpu_replay.engines.placement import MakeMemory, Placement
 from gpu_replay.engines.read_ahead import ReadAhead
 from gpu_replay.engines.sampler_state import priority_bytes
 from gpu_replay.fields import Field
-from gpu_replay.graphs.custom_ops import BatchKind, batch_kind
 from gpu_replay.ops._backend import Backend, choose
 from gpu_replay.ops.eligibility import Streams
 from gpu_replay.ops.ring import as_numpy
@@ -33,11 +32,6 @@ UNIFORM = Uniform()
 MAX_CAPACITY = 2**31 - 1
 # bytes of a field's row up to which it shares a record: a larger one is a trip to memory of its own anyway
 _SMALL_ROW = 256
-
-
-def transition_batch(fields: Mapping[str, Field]) -> BatchKind:
-    """The tensors of a batch of transitions."""
-    return batch_kind({name: (field.output_dtype, field.shape) for name, field in fields.items()})
 
 
 def estimate(

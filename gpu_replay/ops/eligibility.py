@@ -20,7 +20,7 @@ from gpu_replay.loops.constants import Flag as Flag
 from gpu_replay.ops.advice import warn_caller
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import Launch, aligned, reciprocal
-from gpu_replay.ops.mass_tree import MassTree, make_extreme
+from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.priorities import DeviceMasses
 from gpu_replay.ops.ring import moved_rows
 
@@ -237,14 +237,13 @@ def make_add_step(
     final_names = tuple(pools)
     final_layout, keeping = moved_rows(tuple(fields[name] for name in final_names), shape.num_envs, interpreted)
     stepping = -(-shape.num_envs // envs)
-    looked_up = masses.tree if masses and initial_counter == Counter.HIGHEST else None
-    find_highest = None if looked_up is None else make_extreme(looked_up, counters, low=False)
+    looks_up = masses if initial_counter == Counter.HIGHEST else None
     launch = Launch(
         add_step_kernel,
         stepping + moving + keeping,
         stores=tuple(stores[name] for name in names),
         pools=tuple(pools.values()),
-        tree=(tree.levels, (), ()) if masses is None else masses.arguments,
+        tree=(tree.levels, ()) if masses is None else masses.arguments,
         eligible=() if masses is None or eligible_tree is None else eligible_tree.levels,
         streams=streams.tensors,
         counters_ptr=counters,
@@ -276,8 +275,8 @@ def make_add_step(
         keys: Tensor,
         ready: bool,
     ) -> None:
-        if find_highest is not None:
-            find_highest()
+        if looks_up is not None:
+            looks_up.find_highest(counters)
         inputs, kept = tuple([values[name] for name in names]), tuple([(finals or {})[name] for name in final_names])
         ends = values["terminated"].view(torch.uint8), values["truncated"].view(torch.uint8)
         numbers = () if masses is None or priorities is None else (priorities,)

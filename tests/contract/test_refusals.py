@@ -91,9 +91,8 @@ NO_SCALES += [((), torch.uint8, torch.float16, 1e5), ((), torch.float32, torch.b
 NO_SCALES += [((), torch.float64, torch.float32, 1e39), ((), torch.float64, None, -HUGE)]
 WRONG: list[tuple[Any, Any, dict[str, list[Any]]]] = [
     (steps, ValueError, {"capacity": [0], "num_envs": [0], "stack": [0], "n_step": [0]}),
-    # no observation field has a height and a width to be shifted by two pixels
-    (steps, ValueError, {"gamma": [-0.1, 1.1, NAN], "random_shift": [-1, 2]}),
-    (steps, TypeError, {"num_envs": [1.5], "gamma": ["0.9"], "stack": [2.0], "n_step": [True], "random_shift": [1.5]}),
+    (steps, ValueError, {"gamma": [-0.1, 1.1, NAN]}),
+    (steps, TypeError, {"num_envs": [1.5], "gamma": ["0.9"], "stack": [2.0], "n_step": [True]}),
     (steps, LOSSY, {"autoreset": ["never"], "padding": ["edge"], "sampler": ["uniform", Uniform]}),
     (finals, ValueError, {"final_capacity": [-1]}),
     (rows, ValueError, {"capacity": [0, -1]}),
@@ -146,7 +145,11 @@ BUILT: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: Field((3, -1), torch.float32), ValueError, "-1"),
     *((lambda kind=kind: Field(*kind), ValueError, "Field scale must be 0 or of a size") for kind in NO_SCALES),
     (lambda: rows(fields={"obs": Field((10**30, 2), torch.uint8)}), ValueError, "at most 281,474,976,710,656 elements"),
-    (lambda: steps(random_shift=2**15, fields=STEP | {"obs": Field((2, 2), torch.uint8)}), ValueError, "random_shift"),
+    (
+        lambda: steps(random_shift=0),
+        TypeError,
+        "no setting .random_shift. any more: .*eight lines of torch",
+    ),
     (lambda: Combined(Uniform(), newest=0), ValueError, "newest"),
     (lambda: Combined("uniform"), TypeError, "base"),
     (lambda: LinearSchedule(0.4, 1.0, 0), ValueError, "steps"),

@@ -684,9 +684,34 @@ class TestDevice:
         monkeypatch.setattr(device_trajectory, "_TOGETHER", 2 * ENVS)
         first = used(kind, name)
         for number, (each, call) in enumerate(calls_of(first, 14 if full else 3).items()):
-            if full or each in ("add over the seam", "add an ending", "write", "extend"):
+            if each != "write" and (full or each in ("add over the seam", "add an ending", "extend")):
                 every = (23 if full else 41) if each == "extend" else 1 if full and "add" in each else 9 + number
                 check_launches(lambda: new(kind, name), first, each, call, every)
+
+    @pytest.mark.parametrize("kind", ["transitions", "next_step"])
+    def test_a_write_makes_all_values_before_the_first_change(self, kind: str) -> None:
+        """So only an interrupt can leave it between two fields, each of which is then the old one or the new one."""
+        state, written, total = used(kind, "proportional").state_dict(), new(kind, "proportional"), 0
+        call, before = calls_of(used(kind, "proportional"))["write"], memory(used(kind, "proportional"))
+        written.load_state_dict(state)
+        total = Places().made(lambda: call(written)).count
+        # a copy for each field; then stale keys are counted: a view of their number, and a sum
+        changing = len(written.fields) + 2
+        assert total > 2 * changing
+        for at in range(total):
+            buffer = new(kind, "proportional")
+            buffer.load_state_dict(state)
+            with pytest.raises(Interruption):
+                Places(at).made(lambda buffer=buffer: call(buffer))
+            changed = unlike(buffer, before)
+            assert bool(changed) == (at > total - changing)
+            assert not set(changed) & {*unlike(buffer, memory(written))}
+
+    def test_a_write_without_a_live_key_changes_nothing(self) -> None:
+        buffer, untouched = holding(1105), holding(1105)
+        buffer.write([-1, 0, 4, -1], n=[7, 7, 7, 7])
+        assert unlike(buffer, memory(untouched)) == ["counters"]
+        assert buffer.stats().stale_updates == 2
 
     @pytest.mark.slow
     def test_an_update_of_two_launches(self) -> None:
@@ -699,7 +724,7 @@ class TestDevice:
         saved, done, before = holding(700).state_dict(), holding(1000), memory(holding(1000))
         done.load_state_dict(saved)
         loaded, total = memory(done), Places().made(lambda: done.load_state_dict(saved))
-        assert total.launches > 0
+        assert total.count > 20
         for at in range(0, total.count, 1 if full else 7):
             buffer = holding(1000)
             with pytest.raises(MemoryError):
@@ -766,7 +791,7 @@ class TestDevice:
     def test_final_observations_stay_until_their_step_is_overwritten(self) -> None:
         """Those of the next step are written before it is; the oldest step can be drawn until then."""
         settings = {"sampler": Uniform(replacement=True), "capacity": 3 * ENVS, "stack": 1, "n_step": 1}
-        buffer = make("same_step", final_capacity=2, random_shift=0, **settings)
+        buffer = make("same_step", final_capacity=2, **settings)
         ends = {"terminated": torch.zeros(ENVS, dtype=torch.bool), "truncated": torch.ones(ENVS, dtype=torch.bool)}
         rows, run, calls = given(buffer) | ends, kernel_class().run, []
         launches = Places().made(lambda: buffer.add(**rows)).launches

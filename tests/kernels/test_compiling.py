@@ -20,13 +20,15 @@ from gpu_replay.loops.compiling import compiler
 from gpu_replay.loops.constants import Counter
 
 LOOPS = Path(__file__).resolve().parents[2] / "gpu_replay" / "loops"
-# the lowest mass of nothing is a number that the loop takes from another file
+# the mass before a slot depends on a number that the loop takes from another file
 LOWEST = """
 import numpy as np, sys
 from gpu_replay.loops import tree
-nothing = np.zeros(0, dtype=np.int64)
+masses, starts = np.arange(64), np.array([0, 32, 64])
 """
-PRINT = "loop = tree.lowest.compiled()\nprint(loop(nothing, nothing))\n"
+PRINT = "loop = tree.mass_before.compiled()\nprint(loop(masses, starts, 20))\n"
+# with nodes of 16 children, and as if of 32
+BEFORE, AFTER = str(16 + 17 + 18 + 19 + 32), str(sum(range(20)))
 HITS = "print(sum(loop.stats.cache_hits.values()))\n"
 
 needs_numba = pytest.mark.skipif(compiler() is None, reason="Numba is not installed, or told not to compile")
@@ -58,7 +60,7 @@ def change(package: Path) -> None:
     """Another number in a file of the same length and times."""
     file = package / "gpu_replay" / "loops" / "constants.py"
     before, times = file.read_text(), file.stat()
-    file.write_text(before.replace("NO_MASS = 2**63 - 1", "NO_MASS = 2**62 - 1"))
+    file.write_text(before.replace("\nSHIFT = 4\n", "\nSHIFT = 5\n"))
     assert file.read_text() != before
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert file.stat().st_size == times.st_size
@@ -73,17 +75,17 @@ def test_machine_code_of_other_sources_is_never_run(package: Path) -> None:
     assert waiting.stdout.readline() == "loaded\n"
     change(package)
     out, _ = waiting.communicate("\n", timeout=120)
-    assert out.split() == [str(2**63 - 1)]
-    assert printed(package, PRINT + HITS) == [str(2**62 - 1), "0"]
-    assert printed(package, PRINT + HITS) == [str(2**62 - 1), "1"]
+    assert out.split() == [BEFORE]
+    assert printed(package, PRINT + HITS) == [AFTER, "0"]
+    assert printed(package, PRINT + HITS) == [AFTER, "1"]
     kept = list(package.rglob("*.nbi"))
     assert kept
     for index in kept:
         # as a power cut leaves it
         index.write_bytes(b"")
-    assert printed(package, PRINT) == [str(2**62 - 1)]
+    assert printed(package, PRINT) == [AFTER]
     printed(package, PRINT)
-    assert printed(package, PRINT + HITS) == [str(2**62 - 1), "1"]
+    assert printed(package, PRINT + HITS) == [AFTER, "1"]
 
 
 @needs_numba
@@ -92,9 +94,9 @@ def test_a_cache_that_cannot_be_written_costs_no_call(package: Path) -> None:
     full = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     full += "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
     pipe = "sys.stdout.flush()\n"
-    assert printed(package, full + PRINT + pipe) == [str(2**63 - 1)]
+    assert printed(package, full + PRINT + pipe) == [BEFORE]
     (package / "file").touch()
-    assert printed(package, PRINT, NUMBA_CACHE_DIR=str(package / "file")) == [str(2**63 - 1)]
+    assert printed(package, PRINT, NUMBA_CACHE_DIR=str(package / "file")) == [BEFORE]
 
 
 @needs_numba
@@ -114,15 +116,15 @@ for delay in (0.02, 0.2, 1.0):
         raised += 1
 print(raised > 0)
 """
-    assert printed(package, program + PRINT) == ["True", str(2**63 - 1)]
+    assert printed(package, program + PRINT) == ["True", BEFORE]
 
 
 @pytest.mark.parametrize("way", ["told", "missing"])
 def test_loops_run_as_they_are_where_nothing_compiles(package: Path, way: str) -> None:
     environment = {"NUMBA_DISABLE_JIT": "1"} if way == "told" else {}
     missing = "sys.modules['numba'] = None\n" if way == "missing" else ""
-    assert printed(package, missing + PRINT + "print(loop is tree.lowest.function)\n", **environment) == [
-        str(2**63 - 1),
+    assert printed(package, missing + PRINT + "print(loop is tree.mass_before.function)\n", **environment) == [
+        BEFORE,
         "True",
     ]
 
@@ -137,24 +139,19 @@ def test_loops_as_python_do_what_compiled_ones_do() -> None:
     # everything stored can be drawn
     stream = tuple(np.zeros(0, dtype) for dtype in (np.int64, np.uint8, np.int32, np.int64))
     for ready in (lambda each: each.compiled(), lambda each: each.function):
-        flat, low, high = np.zeros(352, np.int64), np.zeros(20, np.int64), np.zeros(20, np.int64)
-        changed_slots, counters = np.zeros(31, np.int64), np.zeros(Counter.COUNT, np.int64)
+        flat, changed_slots = np.zeros(352, np.int64), np.zeros(31, np.int64)
+        counters = np.zeros(Counter.COUNT, np.int64)
         flat[:300] = masses
+        flat[320:339] = flat[:304].reshape(-1, 16).sum(1)
         counters[Counter.FIRST], counters[Counter.ADDED] = 300, 600
-        ready(tree.build)(flat, starts, low, high)
         slots, probability, ratio = np.zeros(40, np.int64), np.zeros(40, np.float32), np.zeros(40)
-        known = flat, starts, low, doubles, True, True, 7, int(masses.sum()) - 9, int(masses.sum())
+        known = flat, starts, doubles, True, True, 7, int(masses.sum()) - 9, int(masses.sum())
         ready(tree.draw)(*known, slots, probability, ratio)
         for ordered in (True, False):
-            settings = ordered, 2**40, 300, counters, flat, starts, low, high, changed_slots, *stream
+            settings = ordered, 2**40, 300, counters, flat, starts, changed_slots, *stream
             ready(tree.update)(keys, powers.copy(), *settings)
-        found = (
-            ready(tree.lowest)(flat, low),
-            ready(tree.mass_before)(flat, starts, 77),
-        )
-        both.append(
-            [each.tolist() for each in (flat, low, high, changed_slots, counters, slots, probability, ratio)] + [*found]
-        )
+        found = ready(tree.total)(flat, starts), ready(tree.mass_before)(flat, starts, 77)
+        both.append([each.tolist() for each in (flat, changed_slots, counters, slots, probability, ratio)] + [*found])
     assert both[0] == both[1]
 
 
