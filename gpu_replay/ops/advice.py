@@ -14,7 +14,7 @@ _told_of_python = False
 def warn_caller(message: str) -> None:
     """Issue a UserWarning at the line outside of the package that led here."""
     level, frame = 1, sys._getframe()
-    while (back := frame.f_back) is not None and frame.f_globals["__name__"].startswith("gpu_replay."):
+    while (back := frame.f_back) is not None and frame.f_globals.get("__name__", "").startswith("gpu_replay."):
         level, frame = level + 1, back
     warnings.warn(message, stacklevel=level)
 

@@ -47,7 +47,7 @@ def check_drawn(by: Any, slots: list[int], added: int, drawn: int, ranks: Any = 
     batch = len(slots)
     found, keys, masses = torch.empty((3, batch), dtype=torch.int64)
     draw, _, minima = make_draw(by, counters_at(added), drawn, batch, SLOTS, **named)
-    draw(ranks, (found, keys, torch.empty(batch), masses, torch.empty(minima, dtype=torch.int64)), ())
+    draw(ranks, (found, keys, torch.empty(batch), masses, torch.empty(minima, dtype=torch.int64)))
     assert found.tolist() == slots
     assert keys.tolist() == [added - SLOTS + (slot - added) % SLOTS for slot in slots]
     assert masses.tolist() == [int(by == "rank")] * batch
