@@ -32,7 +32,7 @@ from torch import Tensor
 
 from gpu_replay.loops import random as random_loops
 from gpu_replay.loops import tree as tree_loops
-from gpu_replay.ops.counters import NO_MASS, blocks_for
+from gpu_replay.ops.counters import blocks_for
 from gpu_replay.ops.eligibility import Streams
 from gpu_replay.ops.launch import Launch, per_program, reciprocal
 from gpu_replay.ops.mass_tree import MassTree, make_extreme
@@ -156,31 +156,6 @@ def permuted_ranks(count: int, batch: int, words: np.ndarray, first: int = 0) ->
 # rows of a batch that do not fit are drawn again so often at most; on the host the words of one more draw are kept for
 # those that are still missing then
 REDRAWS = 64
-
-
-def slots_at(tree: MassTree, targets: Tensor) -> Tensor:
-    """(B,) int64 slots of (B,) int64 targets; on a device a few operations of torch for each level."""
-    if not targets.numel():
-        return targets
-    if tree.backend == "host":
-        drawn = draw_range(tree, 0, 0, by_key=False)
-        return torch.from_numpy(slots_in(tree, drawn, targets.clone().numpy()))
-    rest, node = targets.clone(), torch.zeros_like(targets)
-    for level in reversed(tree.levels):
-        masses = level.view(-1, tree.fanout)[node]  # (B, fanout)
-        prefix = masses.cumsum(1)
-        step = (prefix <= rest[:, None]).sum(1).clamp_(max=tree.fanout - 1)[:, None]
-        rest -= (prefix - masses).gather(1, step).squeeze(1)
-        node = node * tree.fanout + step.squeeze(1)
-    return node
-
-
-def lowest_mass(tree: MassTree) -> Tensor:
-    """The smallest mass that is not 0 as int64 without dimensions, NO_MASS without one; on a device all are read."""
-    if tree.backend == "host":
-        return torch.tensor(tree.lowest())
-    masses = tree.masses
-    return torch.where(masses > 0, masses, NO_MASS).min()
 
 
 # parts into which one step of the search for a rank divides the rest

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from devices import host_only, statistical
 from distribution import check_counts
@@ -26,7 +27,7 @@ from test_distributions import lived
 from tolerances import close
 from transitions import same
 
-from gpu_replay import CheckpointError, Combined, Proportional, ShardedReplayBuffer, Uniform
+from gpu_replay import CheckpointError, Combined, Proportional, ShardedReplay, Uniform
 from gpu_replay.samplers import BaseSampler, LinearSchedule, Sampler
 
 pytestmark = pytest.mark.contract
@@ -166,12 +167,14 @@ def alone() -> Iterator[None]:
 
 @host_only
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
-@pytest.mark.parametrize("mode", ["local", "global"])
 @pytest.mark.usefixtures("alone")
-def test_shards_refuse_it(mode: Any) -> None:
-    for sampler in (Recent(7), Combined(Recent(7))):
-        with pytest.raises(ValueError, match=rf'mode="{mode}" cannot draw by .*Recent\(window=7\).*; use Uniform or'):
-            ShardedReplayBuffer(10, FIELDS, sampler=sampler, mode=mode, device="cpu")
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_ranks_draw_by_it(kind: str) -> None:
+    buffer, alone = used(kind, Recent(7)), used(kind, Recent(7))
+    shard = ShardedReplay(buffer)
+    one, two = alone.sample(5), shard.sample(5)
+    assert all(torch.equal(one[name], two[name]) for name in ("key", "probability", "weight"))
+    shard.close()
 
 
 @pytest.mark.parametrize("kind", BUFFERS)
