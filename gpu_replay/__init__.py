@@ -53,6 +53,12 @@ _MODULES["ShardedReplay"] = "sharded.buffer"
 
 def __getattr__(name: str) -> Any:
     # importing torch takes two seconds: the command starts before that, so that Ctrl-C ends it without a traceback
+    if name == "ShardedReplayBuffer":
+        # an AttributeError would not reach who imports the name
+        raise ImportError(
+            "ShardedReplayBuffer went in 0.4.0: let each rank make a buffer of its own, with another seed, and write "
+            "ShardedReplay(buffer)."
+        )
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_MODULES.get(name, name.lower())}"), name)

@@ -168,8 +168,7 @@ class Sampler(ABC):
         kin = [each.__name__ for each in cls.__mro__ if each.__module__ == __name__ and getattr(each, "kernel", None)]
         if outside and kin:
             raise TypeError(
-                f"{cls.__name__} derives from {kin[0]}, and a device would draw it as that. Derive it from "
-                "BaseSampler."
+                f"{cls.__name__} derives from {kin[0]}, and a device would draw it as that. Derive it from BaseSampler."
             )
         if outside or not cls.__name__.startswith(("_", "Base")):
             Sampler.kinds[cls.__name__] = cls

@@ -43,30 +43,7 @@ if TYPE_CHECKING:
     Engine: TypeAlias = HostEngine | DeviceEngine | TrajectoryHostEngine | TrajectoryDeviceEngine
 
 
-class SharedSettings:
-    """What all buffers, those of many ranks too, answer of their settings."""
-
-    _fields: dict[str, Field]
-    _sampler: Sampler
-    _seed: int
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        """The fields by name, as a copy."""
-        return dict(self._fields)
-
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler's settings."""
-        return self._sampler
-
-    @property
-    def seed(self) -> int:
-        """The seed of its draws, the same on all ranks."""
-        return self._seed
-
-
-class StatefulBuffer(SharedSettings, ABC):
+class StatefulBuffer(ABC):
     """A ring of preallocated tensors with a sampler, an engine that works on them, and their state as a whole."""
 
     # made with a storage and what draws from it
@@ -119,6 +96,21 @@ class StatefulBuffer(SharedSettings, ABC):
         self._engine: Engine = self._made_engine
         self._sampling: HostSampler | DeviceSampler = self._made_engine.sampling
         self._operators = Operators(self, self._device)
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The fields by name, as a copy."""
+        return dict(self._fields)
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler's settings."""
+        return self._sampler
+
+    @property
+    def seed(self) -> int:
+        """The seed of its draws."""
+        return self._seed
 
     @abstractmethod
     def _sizes(self) -> dict[str, int]:

@@ -19,6 +19,8 @@ from gpu_replay.errors import CheckpointError
 FORMAT = "gpu_replay checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+# names the checkpoints of several ranks, in a folder of these
+RANKS = "ranks.json"
 UNFINISHED_MANIFEST = ".manifest.json.saving"
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -85,7 +87,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"there is no checkpoint {folder}.")
     file = folder / MANIFEST
     if not file.is_file():
-        raise CheckpointError(f"{folder} is not a checkpoint: {MANIFEST} is missing.")
+        several = (
+            "It holds those of several ranks: use ShardedReplay.load, or load that of one." * (folder / RANKS).exists()
+        )
+        raise CheckpointError(f"{folder} is not a checkpoint: {MANIFEST} is missing. {several}".rstrip())
     try:
         outer = json.loads(file.read_bytes())
     except OSError as error:

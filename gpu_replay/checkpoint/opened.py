@@ -14,6 +14,8 @@ from gpu_replay.checkpoint.state import VERSION, BufferState, checked_counters
 from gpu_replay.errors import CheckpointError
 from gpu_replay.validation import check_int
 
+# a class of earlier versions
+OF_RANKS = "ShardedReplayBuffer"
 NO_SETTINGS = "its settings are not those of a buffer"
 
 
@@ -33,6 +35,11 @@ class BufferCheckpoint:
             version, self.config = manifest["version"], dict(manifest["settings"])
             self.seed, found = check_int("seed", manifest["seed"]), self.config["kind"]
         check_version(f"{path} has state version", version, VERSION)
+        if found == OF_RANKS:
+            raise CheckpointError(
+                f"{path} was written by {OF_RANKS}; gpu_replay 0.3 is the last version that reads it. There "
+                "ReplayBuffer.load makes one buffer of it, whose own checkpoint this version loads."
+            )
         if kind not in (None, found):
             raise CheckpointError(f"{path} holds a {found}; load it with {found}.load.")
         with self.refusing("the manifest is not of a replay buffer"):

@@ -27,7 +27,6 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gpu_replay.loops import random as random_loops

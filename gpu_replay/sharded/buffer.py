@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
 from os import PathLike
 from typing import Any, NoReturn
 
@@ -17,68 +16,84 @@ from gpu_replay.base.refusals import class_only
 from gpu_replay.batch import Batch
 from gpu_replay.buffer import ReplayBuffer
 from gpu_replay.checkpoint.config import config_of
-from gpu_replay.checkpoint.format import read_checkpoint
+from gpu_replay.checkpoint.manifest import read_manifest
+from gpu_replay.checkpoint.opened import BufferCheckpoint
+from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.storage import check_device
 from gpu_replay.errors import CheckpointError
 from gpu_replay.ops.counters import Counter
 from gpu_replay.sharded import saving
-from gpu_replay.sharded.group import MAKING, CollectiveError, Contribution, Group
+from gpu_replay.sharded.group import MAKING, NUMBERS, CollectiveError, Contribution, Group
 from gpu_replay.sharded.statistics import combined
-from gpu_replay.sharded.weights import correct, drawable, exponent_of, log_scale_of
+from gpu_replay.sharded.weights import correct, exponent_of, log_scale_of, size_of
 from gpu_replay.stats import Stats
 from gpu_replay.trajectory_buffer import TrajectoryReplayBuffer
 
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (ReplayBuffer, TrajectoryReplayBuffer)}
 # what each rank may have its own of
 _OWN_SETTINGS = ("capacity", "num_envs", "final_capacity")
 # what concerns the rank's own buffer alone
-_OWN_CALLS = {"add", "extend", "begin_episodes", "update_priorities", "write", "keys", "priorities", "batches"}
-_OWN_CALLS |= {"device", "fields", "sampler"}
+_OWN_CALLS = {
+    "add",
+    "extend",
+    "begin_episodes",
+    "update_priorities",
+    "write",
+    "exclude",
+    "keys",
+    "priorities",
+    "batches",
+}
+_OWN_CALLS |= {"epoch"}
 
 
 class ShardedReplay:
-    """The buffers of all ranks of a `torch.distributed` process group as one memory: each rank samples from its own, with
-    the weights of the whole, and no transition travels.
+    """The buffers of all ranks of a `torch.distributed` process group as one memory: each rank samples from its own,
+    with the weights of the whole, and no transition travels.
 
-    buffer:  this rank's own ReplayBuffer or TrajectoryReplayBuffer, with any sampler. The class, the sampler, the fields
-             and the settings of windows must be the same on every rank, the seeds must differ (`seed=rank`); capacity
-             and number of environments may differ.
+    buffer:  this rank's own ReplayBuffer or TrajectoryReplayBuffer, with any sampler. The class, the sampler, the
+             fields and the settings of windows must be the same on every rank, and the seeds must differ (`seed=rank`);
+             capacity and number of environments may differ.
     group:   a `torch.distributed` process group; None is the default group. Messages use NCCL for buffers on GPUs and
              gloo for those on CPUs. A memory over all ranks of the program makes its own process group.
     timeout: seconds after which a rank that waits for another raises RuntimeError, from 0.001 to 1e9.
 
-    `add`, `extend`, `begin_episodes`, `update_priorities`, `write`, `keys`, `priorities`, `batches`, `in` and
-    `shard[keys]` are those of the rank's own buffer, whose keys never leave their rank; `shard.buffer` has all others.
-    Every rank must make the collective calls, in the same order: the constructor, `sample`, `sample_sequences`, `stats`,
-    `len`, `clear`, `save`, `load` and `close`. With `initial="running"` every sample tells all ranks the largest priority
-    that any was given.
+    `add`, `extend`, `begin_episodes`, `update_priorities`, `write`, `exclude`, `keys`, `priorities`, `batches`,
+    `epoch`, `in`, `shard[keys]`, `len` and `stats` are those of the rank's own buffer, whose keys never leave their
+    rank. They send nothing. `shard.buffer` has all others. Every rank must make the collective calls, in the same
+    order: the constructor, `sample`, `global_stats`, `clear`, `save`, `load` and `close`. With `initial="running"`
+    every sample tells all ranks the largest priority that any was given.
 
     If a rank dies or does not make a call, the others raise RuntimeError within `timeout`; all further collective calls
     are then refused, so load a checkpoint in new processes. If the arguments or the contents of one rank do not allow a
-    call, or ranks pass different arguments or make different calls, all ranks raise, nothing changes, and you can go on.
-    On GPUs a sample does not wait for the device, except for the first of its kind; the next call that waits raises the
-    error of another rank in such a sample. If a rank died meanwhile, the NCCL watchdog ends the processes that wait.
+    call, or ranks pass different arguments or make different calls, all ranks raise, nothing changes, and you can go
+    on. On GPUs a sample does not wait for the device, except for the first of its kind (of more rows than any before
+    it). In the others only the device knows what the other ranks say: the next collective call that waits raises their
+    errors. If a rank died meanwhile, the NCCL watchdog ends the processes that wait.
 
-    Raises RuntimeError without an initialised process group, ValueError where ranks disagree or the group has no backend
-    for the device.
+    Raises RuntimeError without an initialised process group, TypeError for anything but a buffer, ValueError where
+    ranks disagree, have equal seeds, or the group has no backend for the device.
     """
 
     def __init__(self, buffer: Buffer, group: Any = None, timeout: float = 60.0) -> None:
         self._group = Group(group, getattr(buffer, "device", torch.device("cpu")), timeout)
-        # the largest batch of each kind that all ranks are known to have enough for
-        self._proven: dict[str, int] = {}
+        # the largest batch that all ranks are known to have enough for
+        self._proven = 0
 
         def checked() -> Contribution:
             if not isinstance(buffer, Buffer):
                 raise TypeError(f"ShardedReplay needs a ReplayBuffer or TrajectoryReplayBuffer; found {buffer!r}.")
             settings = config_of(type(buffer).__name__, buffer._arguments())
             alike = {name: value for name, value in settings.items() if name not in _OWN_SETTINGS}
-            return alike | {"device": buffer.device.type}, torch.tensor([0, buffer.seed % 2**63, 0])
+            numbers = torch.zeros(NUMBERS, dtype=torch.int64, device=buffer.device)
+            numbers[1] = buffer._counters[Counter.SEED]
+            return alike | {"device": buffer.device.type, "backend": buffer._backend}, numbers
 
         with self._group.call(MAKING):
             seeds = self._group.agree(MAKING, checked)[:, 1].tolist()
             if len({*seeds}) < len(seeds):
-                error = ValueError(f"each rank needs its own seed, such as seed=rank; the ranks have {seeds}.")
-                raise CollectiveError(error)
+                message = f"each rank's buffer needs a seed of its own, such as seed=rank; the ranks have {seeds}."
+                raise CollectiveError(ValueError(message))
             self._group.adopt_group()
         self.buffer = buffer
 
@@ -97,7 +112,15 @@ class ShardedReplay:
     def __getattr__(self, name: str) -> Any:
         if name in _OWN_CALLS:
             return getattr(self.buffer, name)
-        raise AttributeError(f"ShardedReplay has no {name!r}; its `buffer` is this rank's own.")
+        raise AttributeError(f"ShardedReplay has no {name!r}; shard.buffer, this rank's own buffer, may have it.")
+
+    def __len__(self) -> int:
+        """Transitions stored in this rank's buffer."""
+        return len(self.buffer)
+
+    def stats(self) -> Stats:
+        """Diagnostics of this rank's buffer; `global_stats` are those of all ranks together."""
+        return self.buffer.stats()
 
     def __getitem__(self, keys: Any) -> Batch:
         """What this rank's buffer holds under these keys."""
@@ -111,87 +134,65 @@ class ShardedReplay:
         """Raises TypeError, as the buffer does."""
         return iter(self.buffer)
 
-    def __bool__(self) -> bool:
-        """Whether this rank's buffer stores a transition; no communication, so `if shard` is safe on one rank."""
-        return len(self.buffer) > 0
-
     def __repr__(self) -> str:
         return f"ShardedReplay(rank {self.rank} of {self.ranks} with {self.buffer!r})"
 
     # collective calls
-
-    def __len__(self) -> int:
-        """Stored transitions of all ranks together."""
-        with self._group.call("len"):
-            return int(self._group.agree("len", lambda: ({}, torch.tensor([0, len(self.buffer), 0])))[:, 1].sum())
 
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
         """Sample `B` rows on each rank, from its own buffer, as that buffer's `sample`; collective.
 
         batch_size, beta: the same on every rank.
 
-        A row of any rank is `i` with probability q(i) = mass(i) / (R T_r), where T_r is the total mass of its buffer:
-        that is `probability`. Weights are (R T_r / T) * (N mass(i) / T) ** -beta, divided by the largest over all ranks,
-        so the expected weighted mean over all ranks equals one buffer's. With RankBased and samplers of your own the
-        share of a buffer is that of its rows. `Combined` and `Latest` take the newest rows of the rank.
+        With N rows that can be drawn and the total mass T on all ranks, and T_r on this one, a row `i` has the
+        `probability` mass(i) / (R T_r), and the `weight` (R T_r / T) * (N mass(i) / T) ** -beta, divided by the largest
+        over all ranks (of the batches, or with `normalize="buffer"` of all rows): so the expected weighted mean over
+        all ranks is that of one buffer with all rows. By rank, and with samplers of your own, the share of a buffer is
+        that of its rows. `Combined` and `Latest` take the newest rows of the rank.
 
         Raises as the buffer's `sample`, on all ranks if on one; ValueError if batch sizes or betas differ.
         """
-        return self._drawn("sample", partial(self.buffer.sample, batch_size, beta=beta), batch_size, beta, {})
-
-    def sample_sequences(
-        self, batch_size: int, length: int, burn_in: int = 0, *, beta: float | None = None, **settings: Any
-    ) -> Batch:
-        """Sample `B` windows on each rank as its trajectory buffer's `sample_sequences`, with weights as `sample`.
-
-        With `strict` or `stride` the share of a buffer is that of all its eligible steps, whatever part of them fits.
-        """
-        buffer: Any = self.buffer
-        call = partial(buffer.sample_sequences, batch_size, length, burn_in, beta=beta, **settings)
-        return self._drawn("sample_sequences", call, batch_size, beta, {"length": length, "burn in": burn_in, **settings})
-
-    def _drawn(
-        self, name: str, draw: Callable[[], Batch], size: int, beta: float | None, settings: dict[str, Any]
-    ) -> Batch:
-        buffer, batch, chance = self.buffer, None, 0
-        kind = f"{name} {settings}"
-        # on a GPU the host does not wait where every rank is known to have enough
+        buffer, group, counts = self.buffer, self._group, self.buffer._counters
+        sampling, last_steps, chance = buffer._made_engine.sampling, list[Callable[[], object]](), 0
         late = buffer.device.type == "cuda"
-        unread = late and isinstance(size, int) and self._proven.get(kind, 0) >= size
-        with self._group.call(name), buffer._alone():
-            before, counts = buffer._counters.clone(), buffer._counters
+        batch: Batch
 
-            def drawn() -> Contribution:
-                nonlocal batch, chance
-                rows, power = validation.check_batch_size(size), validation.check_beta(beta)
-                exponent = exponent_of(buffer, power)
-                batch, chance = draw(), rows - buffer.sampler.newest_of(rows)
-                log_scale = log_scale_of(buffer, batch, chance, exponent)
-                numbers = [exponent.view(torch.int64), log_scale.view(torch.int64), counts[Counter.MAX_MASS]]
-                alike = {"batch size": rows, "beta": power, **{name: int(each) for name, each in settings.items()}}
-                return alike, torch.stack(numbers)
+        def asked() -> tuple[dict[str, Any], Tensor]:
+            rows, power = validation.check_batch_size(batch_size), validation.check_beta(beta)
+            buffer._check_enough(rows)
+            numbers = torch.zeros(NUMBERS, dtype=torch.int64, device=buffer.device)
+            numbers[0] = exponent_of(buffer, power).view(torch.int64)
+            return {"batch size": rows, "beta": power}, numbers
 
-            try:
-                table = self._group.agree(name, drawn, late=late, unread=unread)
-            except CollectiveError:
-                if batch is not None:
-                    self._undo(batch.key, before)
-                raise
-            if not unread:
-                self._proven[kind] = size
+        def drawn() -> Contribution:
+            nonlocal batch, chance, last_steps
+            alike, numbers = asked()
+            if isinstance(sampling, HostSampler):
+                with sampling.postponing() as last_steps:
+                    batch = buffer.sample(batch_size, beta=beta)
+            else:
+                batch = buffer.sample(batch_size, beta=beta)
+            chance = batch_size - buffer.sampler.newest_of(batch_size)
+            log_scale = log_scale_of(buffer, batch, chance, numbers[0].view(torch.float64))
+            numbers[1], numbers[2] = log_scale.view(torch.int64), counts[Counter.MAX_MASS]
+            return alike, numbers
+
+        with group.call("sample"), buffer._alone():
+            known = late and isinstance(batch_size, int) and batch_size <= self._proven
+            if not isinstance(sampling, HostSampler) and not known:
+                # a launch that gathers rows counts them as well: before it the ranks agree on what the hosts know
+                group.agree("sample", asked, late=late)
+                self._proven = batch_size
+            table = group.agree("sample", drawn, late=late, unread=late)
             log_scales = table[:, 1].contiguous().view(torch.float64)
             correct(batch, chance, log_scales[self.rank], log_scales)
             largest = table[:, 2].max().clamp(max=buffer._state.rule.limit)
             counts[Counter.MAX_MASS] = torch.maximum(counts[Counter.MAX_MASS], largest)
+            for count in last_steps:
+                count()
             return batch
 
-    def _undo(self, keys: Tensor, counters: Tensor) -> None:
-        """Let a sample of these keys, before which the counters were these, not have been."""
-        slots = keys[keys >= 0] % self.buffer._state.slots
-        self.buffer._storage.times_sampled.index_add_(0, slots, torch.full_like(slots, -1, dtype=torch.int32))
-        self.buffer._counters.copy_(counters)
-
-    def stats(self) -> Stats:
+    def global_stats(self) -> Stats:
         """Diagnostics of all ranks together, the same on each; collective.
 
         Ages count the transitions that the same rank added since. Entropy and effective sample size describe the
@@ -201,21 +202,19 @@ class ShardedReplay:
 
         def numbers() -> Contribution:
             nonlocal text
-            buffer = self.buffer
-            with buffer._alone():
-                total = buffer.total_mass() if buffer.sampler.base.summed else int(drawable(buffer))
-                text = json.dumps(vars(buffer.stats()) | {"total": total})
+            with self.buffer._alone():
+                text = json.dumps(vars(self.buffer.stats()) | {"total": float(size_of(self.buffer))})
             return {}, None
 
-        with self._group.call("stats"):
-            self._group.agree("stats", numbers)
+        with self._group.call("global_stats"):
+            self._group.agree("global_stats", numbers)
             return combined([json.loads(each) for each in self._group.all_gather_text(text)])
 
     def clear(self) -> None:
         """Remove all transitions of all ranks; keys continue to count up. Collective."""
         with self._group.call("clear"):
             self._group.agree("clear", lambda: ({}, None))
-            self._proven.clear()
+            self._proven = 0
             self.buffer.clear()
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -236,35 +235,49 @@ class ShardedReplay:
         path: str | PathLike[str],
         device: torch.device | str | None = None,
         *,
+        seed: int | None = None,
         group: Any = None,
         timeout: float = 60.0,
         **settings: Any,
     ) -> ShardedReplay:
         """Load what `save` wrote, on the same number of ranks: the next `sample` returns what it would have there.
 
+        device:   of this rank's buffer.
+        seed:     of this rank's buffer from now on, other than those of all other ranks; None goes on with the saved
+                  random stream. Give another to each rank where two runs go on from one checkpoint.
+        group, timeout: as in the constructor.
         settings: of the `load` of the buffer's class: `relabel`, `begin_episodes`, `storage_device`, `storage_path`.
 
-        Raises CheckpointError that names the damage, on all ranks if one fails, or says where the ranks' own checkpoints
-        are, if another number of ranks saved them.
+        Raises CheckpointError that names the damage, on all ranks if one fails, or says where the ranks' own
+        checkpoints are, if another number of ranks saved them.
         """
         ranks = Group(group, check_device(device), timeout)
         read: Callable[[], Buffer]
 
         def opened() -> Contribution:
             nonlocal read
+            given = None if seed is None else validation.check_int("seed", seed)
             folder, parts = saving.read_set(path)
             part = saving.part_of(folder, ranks.rank)
+            kind = BufferCheckpoint(saving.part_of(folder, 0)).config["kind"]
             if len(parts) != ranks.size:
+                first = str(saving.part_of(folder, 0))
                 raise CheckpointError(
-                    f"{path} was saved by {len(parts)} ranks and cannot be loaded by {ranks.size}. Each rank's part is a "
-                    f"checkpoint of its own: the load of the buffer's class reads {saving.part_of(folder, 0)}, and so on "
-                    f"to rank{len(parts) - 1}; fill new buffers from old.batches(size)."
+                    f"{path} was saved by {len(parts)} ranks and cannot be loaded by {ranks.size}. The part of each is "
+                    f"a checkpoint of its own: {kind}.load({first!r}) reads the first, and so on to "
+                    f"rank{len(parts) - 1}. Fill new buffers from old.batches(size), and save those."
                 )
-            saved = read_checkpoint(part)
-            if saved.sha256 != parts[ranks.rank]:
+            if read_manifest(part).sha256 != parts[ranks.rank]:
                 raise CheckpointError(f"{part} is not what the ranks saved together; another save has replaced it.")
-            single = saved.manifest["settings"]["kind"] == ReplayBuffer.__name__
-            read = partial((ReplayBuffer if single else TrajectoryReplayBuffer).load, part, device, **settings)
+
+            def read() -> Buffer:
+                buffer = KINDS[kind].load(part, device, **settings)
+                if given is not None:
+                    with buffer._alone():
+                        state = buffer._buffer_state()
+                        state.finish(state.lasting(), given)
+                return buffer
+
             return {"checkpoint": parts}, None
 
         with ranks.call("load"):

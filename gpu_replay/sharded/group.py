@@ -1,8 +1,8 @@
 """The ranks that share a memory: their messages through `torch.distributed`, and the errors raised when one fails.
 
-Every collective call begins with one all-gather of five numbers, in which each rank says which call it makes, a digest
-of the arguments that must be equal, whether it failed, and three numbers of the call. Calls that differ meet in one
-such message and are refused on all ranks.
+Every collective call begins with one all-gather of four numbers. The first says which call a rank makes and whether it
+failed there, with a digest of the arguments that must be equal; three are numbers of the call. Calls that differ meet
+in one such message and are refused on all ranks.
 
 A buffer over all ranks of the program has a process group of its own: its messages keep its timeout, and never stand
 between those of the program. One over some of the ranks uses the group that it was given.
@@ -35,15 +35,18 @@ Contribution = tuple[Mapping[str, Any], Tensor | None]
 
 MAKING = "making a ShardedReplay"
 # messages name a call by its index here
-CALLS = (MAKING, "load", "len", "sample", "sample_sequences", "stats", "clear", "save")
-# a row of the table: the head, and the numbers
-_ROW = 4
+CALLS = (MAKING, "load", "sample", "global_stats", "clear", "save", "close")
+# what a rank tells besides the head
+NUMBERS = 3
 # the head: the index of the call, a bit that is set if the rank failed, and a digest of the arguments of this many bits
 _DIGEST_BITS = 56
 # while some ranks read or write files the others wait in rounds: the timeout divided by 8, at most 5 seconds each
 _ROUND_SHARE, _LONGEST_ROUND = 8, 5.0
 # seconds between two polls of an NCCL operation
 _POLL = 2e-5
+# what a rank says of such work in each round
+_BUSY, _DONE, _FAILED = range(3)
+_CLOSED = "it was closed, and only calls on this rank's own buffer still work"
 _OUT_OF_STEP = "an earlier call failed ({}); the ranks are out of step. Load a checkpoint in new processes"
 
 
@@ -66,8 +69,8 @@ class MessageFailed(RuntimeError):
 class Group:
     """The ranks that share a buffer, and the messages between them.
 
-    An invalid timeout, or a group that cannot send from the device, is raised by the first `agree`, on all ranks. Raises
-    RuntimeError without `torch.distributed`, ValueError on a rank outside of the group.
+    An invalid timeout, or a group that cannot send from the device, is raised by the first `agree`, on all ranks.
+    Raises RuntimeError without `torch.distributed`, ValueError on a rank outside of the group.
     """
 
     def __init__(self, group: Any, device: torch.device, timeout: object) -> None:
@@ -115,22 +118,21 @@ class Group:
             self._owned = True
         self._place = self.device
 
-    @property
-    def works(self) -> bool:
-        """Whether it was neither closed nor fell out of step."""
-        return self._failed is None
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Held by one call at a time."""
-        return self._lock
-
     def close(self) -> None:
-        """Release the process group; calls that need it raise RuntimeError from then on."""
-        with self.lock:
-            if self._failed is None:
-                self._failed = "it was closed, and only calls on this rank's own buffer still work"
-                if self._owned:
+        """Release the process group on all ranks; calls that need it raise RuntimeError from then on.
+
+        After a failure it sends nothing, and closing again changes nothing.
+        """
+        with self._lock:
+            try:
+                if self._failed is None:
+                    with self.call("close"):
+                        self.agree("close", lambda: ({}, None))
+                        self._failed = _CLOSED
+            finally:
+                # not where the ranks made different calls, after which they go on
+                if self._failed is not None and self._owned:
+                    self._owned = False
                     dist.destroy_process_group(self._group)
 
     # calls
@@ -141,7 +143,7 @@ class Group:
 
         After an error that only this rank raised, it is out of step with the others and refuses every further call.
         """
-        with self.lock:
+        with self._lock:
             if self._failed is not None:
                 raise RuntimeError(f"{name}: {self._failed}.")
             try:
@@ -195,7 +197,7 @@ class Group:
         unread = unread and not errors
         digest = int.from_bytes(blake2b(text.encode(), digest_size=_DIGEST_BITS // 8).digest(), "little")
         head = (2 * CALLS.index(name) + bool(errors) << _DIGEST_BITS) + digest
-        row = torch.zeros(_ROW, dtype=torch.int64, device=self._place)
+        row = torch.zeros(1 + NUMBERS, dtype=torch.int64, device=self._place)
         row[0] = head
         if numbers is not None:
             row[1:] = numbers
@@ -204,7 +206,9 @@ class Group:
             other = (table[:, :2] != row[:2]).any()
             self._unchecked = other if self._unchecked is None else self._unchecked | other
         elif errors or (table[:, :2] != row[:2]).any():
-            raise CollectiveError(self._refusal(name, table[:, 0].tolist(), text, errors.pop() if errors else None, late))
+            raise CollectiveError(
+                self._refusal(name, table[:, 0].tolist(), text, errors.pop() if errors else None, late)
+            )
         return table[:, 1:]
 
     def _refusal(self, name: str, heads: list[int], text: str, error: Exception | None, late: bool) -> Exception:
@@ -267,7 +271,8 @@ class Group:
         """Run work of unknown duration, such as writing files, on every rank; returns when all ranks have finished.
 
         Meanwhile the ranks exchange a message in each round, so that a rank that dies is noticed within the timeout,
-        while a slow one is waited for. If the work raises on one rank, all ranks raise.
+        while a slow one is waited for. If the work raises on one rank, all ranks raise. Nothing is sent after the round
+        in which the last rank said that its work is done.
         """
         results: list[Result] = []
         errors: list[BaseException] = []
@@ -281,12 +286,12 @@ class Group:
             except BaseException as error:
                 errors.append(error)
 
-        pause, done, threads = min(_LONGEST_ROUND, self.timeout / _ROUND_SHARE), 0, Threads()
+        pause, threads, said = min(_LONGEST_ROUND, self.timeout / _ROUND_SHARE), Threads(), [_BUSY]
         try:
             threads.start(run)
-            while done < self.size:
-                finished = torch.tensor([int(threads.wait(pause))], device=self._place)
-                done = int(self.all_gather(finished).sum())
+            while _BUSY in said:
+                own = _BUSY if not threads.wait(pause) else _FAILED if errors else _DONE
+                said = self.all_gather(torch.tensor([own], device=self._place)).view(-1).tolist()
         finally:
             threads.wait()
 
@@ -295,5 +300,6 @@ class Group:
                 raise errors.pop()
             return {}, None
 
-        self.agree(name, ended)
+        if _FAILED in said:
+            self.agree(name, ended)
         return results[0]

@@ -1,20 +1,20 @@
 """Each rank samples from its own buffer, and one small message corrects the weights to those of the whole memory.
 
-Let the buffer of rank `r` of `R` have the total mass `T_r`, let `T` be their sum and `N` the number of all rows that can
-be drawn. One buffer with all rows would sample `i` with P(i) = mass(i) / T, with the weight (N P(i)) ** -beta. Here every
-rank samples equally many rows, so a row of any rank is `i` with q(i) = (1 / R) mass(i) / T_r. Its weight is therefore
+Let the buffer of rank `r` of `R` have the total mass `T_r`, let `T` be their sum and `N` the number of all rows that
+can be drawn. One buffer with all rows would sample `i` with P(i) = mass(i) / T, with the weight (N P(i)) ** -beta. Here
+every rank samples equally many rows, so a row of any rank is `i` with q(i) = (1 / R) mass(i) / T_r. Its weight is then
 
     w(i) = P(i) / q(i) * (N P(i)) ** -beta = (R T_r / T) * (N mass(i) / T) ** -beta
 
 and the expected weighted mean over all rows equals that of one buffer, for every beta. Dividing by the largest weight
-cancels all factors that the ranks share. The rank's own buffer gives its rows the weight v(i) = (l_r / mass(i)) ** beta,
-of some l_r, and the probability p(i) = mass(i) / T_r. So any of its rows tells
+cancels all factors that the ranks share. The rank's own buffer gives its rows the probability p(i) = mass(i) / T_r and
+the weight v(i) = (l_r / mass(i)) ** beta, of some l_r. So any of its rows tells
 
-    g_r = T_r l_r ** -beta = T_r mass(i) ** -beta / v(i),     and     w(i) / max w = v(i) g_r / max(g):
+    g_r = T_r l_r ** -beta = T_r (T_r p(i)) ** -beta / v(i),     and     w(i) / max w = v(i) g_r / max(g):
 
 the ranks exchange only log2(g_r). Nothing is summed over the ranks, so masses need no bound beyond that of each buffer.
-By rank, and with samplers of one's own, a buffer's share is that of its rows, n_r / N, instead of T_r / T, and n_r p(i)
-takes the place of the mass; with Uniform all masses are 1.
+By rank, uniformly, and with samplers of one's own a buffer's share is that of its rows, and their number takes the
+place of T_r.
 """
 
 from __future__ import annotations
@@ -45,23 +45,19 @@ def drawable(buffer: Buffer) -> Tensor:
     return counts[Counter.ADDED] - torch.maximum(counts[Counter.FIRST], counts[Counter.ADDED] - buffer.capacity)
 
 
+def size_of(buffer: Buffer) -> Tensor:
+    """What the share of a buffer is proportional to, its T_r: a float64 scalar on the device."""
+    tree = buffer._state.summed
+    return (drawable(buffer) if tree is None else tree.levels[-1].sum()).to(torch.float64)
+
+
 def log_scale_of(buffer: Buffer, batch: Batch, chance: int, exponent: Tensor) -> Tensor:
-    """log2(g_r) by the row of the largest weight among the first `chance`, which were drawn by chance; float64 scalar."""
+    """log2(g_r) by the row of the largest weight among the first `chance`, which were drawn by chance: float64."""
     if not chance:
         return torch.zeros_like(exponent)
-    top, base = batch.weight[:chance].argmax(), buffer.sampler.base
+    top, size = batch.weight[:chance].argmax(), size_of(buffer)
     weight, probability = (batch[name][top].to(torch.float64) for name in ("weight", "probability"))
-    if base.summed:
-        masses = buffer._state.masses.masses
-        mass = masses[batch.key[top].clamp(min=0) % buffer._state.slots].to(torch.float64)
-    elif base.kernel == "uniform":
-        mass = torch.ones_like(weight)
-    else:
-        mass = drawable(buffer) * probability
-    total = mass / probability
-    # on a device all rows of a batch may be missing, with weight 0
-    found = total.log2() - exponent * mass.log2() - weight.log2()
-    return torch.where(weight > 0, found, -torch.inf)
+    return size.log2() - exponent * (size * probability).log2() - weight.log2()
 
 
 def correct(batch: Batch, chance: int, log_scale: Tensor, log_scales: Tensor) -> None:

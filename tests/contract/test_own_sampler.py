@@ -21,7 +21,7 @@ from devices import host_only, statistical
 from distribution import check_counts
 from interpreted import kernel_device as kernel_device
 from pairs import RENEWED
-from places import FIELDS, given, live, make
+from places import given, live, make
 from refusals import whole_state
 from test_distributions import lived
 from tolerances import close
