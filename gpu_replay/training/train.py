@@ -139,8 +139,8 @@ class Trainer:
         seed = team.seed(seed)
         self.settings, self.device, self.environment, self.evaluator = settings, device, environment, evaluator
         self.buffer, self.fleet = buffer, fleet
-        # with weights over the steps of all ranks; they wait for rank 0 while it evaluates
-        self._replay = buffer if team.size == 1 else ShardedReplay(buffer, timeout=1800.0)
+        # of several ranks with weights over the steps of all; they wait while rank 0 evaluates
+        self._replay = buffer if team.size == 1 else ShardedReplay(buffer, timeout=1_800.0)
         self.watch, self._seed, self._team = Stopwatch(device), seed, team
         self.agent = Agent(network, settings, device, count, stream_seed(seed, "actions"), team.average)
         self._beta = beta_schedule(team.settings)
