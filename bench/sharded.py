@@ -97,9 +97,9 @@ def payload(ranks: int) -> int:
 
 def sharded_table(records: Sequence[Record], peers: Sequence[Record] = ()) -> str:
     """Bytes of a step over the number of ranks, and what they were before."""
-    found = {(each.capacity // SLOTS, each.implementation): each.median / 1000 for each in records}
+    found = {(each.capacity // SLOTS, each.implementation): number(each.median / 1000) for each in records}
     lines = [
-        [str(ranks), number(found[ranks, BEFORE]), number(found[ranks, NOW]), number(payload(ranks) / 1000)]
+        [str(ranks), found.get((ranks, BEFORE), ""), found[ranks, NOW], number(payload(ranks) / 1000)]
         for ranks, implementation in sorted(found)
         if implementation == NOW
     ]
