@@ -54,7 +54,7 @@ _MODULES["ShardedReplay"] = "sharded.buffer"
 def __getattr__(name: str) -> Any:
     # importing torch takes two seconds: the command starts before that, so that Ctrl-C ends it without a traceback
     if name == "ShardedReplayBuffer":
-        # an AttributeError would not reach who imports the name
+        # the text of an AttributeError would not reach those who import the name
         raise ImportError(
             "ShardedReplayBuffer went in 0.4.0: let each rank make a buffer of its own, with another seed, and write "
             "ShardedReplay(buffer)."

@@ -119,6 +119,8 @@ def of_checkpoint(path: str | os.PathLike[str]) -> BufferReport:
     """
     folder = check_path("path", path)
     if not (folder / "manifest.json").is_file():
+        for part in sorted(folder.glob("save-*/rank0")):
+            raise CheckpointError(f"{path} holds the checkpoints of several ranks; give that of one, such as {part}.")
         manifests = sorted(folder.glob("checkpoint/*/replay/manifest.json"))
         if not manifests:
             raise CheckpointError(f"{path} holds neither a checkpoint of a buffer nor a run with one.")

@@ -75,22 +75,17 @@ def described(shards: Sequence[Shard]) -> dict[str, Any]:
     }
 
 
-def shards_from(described: Mapping[str, Any]) -> list[Shard]:
-    """The shards that `described` described; KeyError, TypeError or ValueError for anything else."""
-    shapes = {name: _shape(each) for name, each in described["tensors"].items()}
-    return [_shard(each, shapes) for each in described["pieces"]]
-
-
 def read_manifest(folder: Path) -> Manifest:
     """The verified manifest. Raises CheckpointError naming what is missing, damaged, foreign or of another version."""
     if not folder.exists():
         raise CheckpointError(f"there is no checkpoint {folder}.")
     file = folder / MANIFEST
     if not file.is_file():
-        several = (
-            "It holds those of several ranks: use ShardedReplay.load, or load that of one." * (folder / RANKS).exists()
-        )
-        raise CheckpointError(f"{folder} is not a checkpoint: {MANIFEST} is missing. {several}".rstrip())
+        if (folder / RANKS).is_file():
+            raise CheckpointError(
+                f"{folder} holds those of several ranks: use ShardedReplay.load, or load that of one."
+            )
+        raise CheckpointError(f"{folder} is not a checkpoint: {MANIFEST} is missing.")
     try:
         outer = json.loads(file.read_bytes())
     except OSError as error:

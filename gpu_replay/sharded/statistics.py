@@ -38,4 +38,4 @@ def combined(ranks: Sequence[dict[str, Any]]) -> Stats:
         found["mean_priority"] = float((rows * of["mean_priority"]).sum())
         found["entropy"] = float((shares * (of["entropy"] - np.log(shares))).sum())
         found["effective_sample_size"] = float(1 / (shares**2 / of["effective_sample_size"]).sum())
-    return Stats(**found | counts)  # type: ignore[arg-type]
+    return Stats(**found | counts)

@@ -55,8 +55,9 @@ def log_scale_of(buffer: Buffer, batch: Batch, chance: int, exponent: Tensor) ->
     """log2(g_r) by the row of the largest weight among the first `chance`, which were drawn by chance: float64."""
     if not chance:
         return torch.zeros_like(exponent)
-    top, size = batch.weight[:chance].argmax(), size_of(buffer)
-    weight, probability = (batch[name][top].to(torch.float64) for name in ("weight", "probability"))
+    # a place without dimensions would be read by the host
+    top, size = batch.weight[:chance].argmax(keepdim=True), size_of(buffer)
+    weight, probability = (batch[name][top][0].to(torch.float64) for name in ("weight", "probability"))
     return size.log2() - exponent * (size * probability).log2() - weight.log2()
 
 

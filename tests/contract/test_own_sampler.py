@@ -1,6 +1,6 @@
 """A sampler of a user's own: one class outside the package, which both buffers on a CPU draw by, count and save.
 
-Shards refuse it, and so does a device, where it has no kernel.
+A device refuses it, where it has no kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from devices import host_only, statistical
 from distribution import check_counts
@@ -172,8 +171,7 @@ def alone() -> Iterator[None]:
 def test_ranks_draw_by_it(kind: str) -> None:
     buffer, alone = used(kind, Recent(7)), used(kind, Recent(7))
     shard = ShardedReplay(buffer)
-    one, two = alone.sample(5), shard.sample(5)
-    assert all(torch.equal(one[name], two[name]) for name in ("key", "probability", "weight"))
+    same(alone.sample(5), shard.sample(5))
     shard.close()
 
 

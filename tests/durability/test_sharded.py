@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import json
@@ -40,6 +41,8 @@ from gpu_replay import (
     TrajectoryReplayBuffer,
     Uniform,
 )
+from gpu_replay.base.inspection import of_checkpoint
+from gpu_replay.checkpoint.format import write_checkpoint
 from gpu_replay.samplers import BaseSampler
 from gpu_replay.sharded import saving
 from gpu_replay.sharded.group import Group
@@ -589,6 +592,71 @@ def test_a_dropped_buffer_is_freed_at_once(ranks: Ranks, tmp_path: Path, size: i
     assert ranks.run(size, dropped, str(tmp_path)) == [[]] * size
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process is the only rank of a process group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_concerns_the_ranks_own_buffer_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = trajectory(1, 0, Proportional())
+    shard = ShardedReplay(buffer)
+    monkeypatch.delattr(dist, "all_gather")
+    for name in ("exclude", "epoch"):
+        monkeypatch.setattr(TrajectoryReplayBuffer, name, lambda self, given: (self, given), raising=False)
+        assert getattr(shard, name)(3) == (buffer, 3)
+    no = torch.zeros(2, dtype=torch.bool)
+    own = {"obs": torch.zeros(2, 1), "action": no.long(), "number": no.long()}
+    keys = shard.add(**own, reward=no.float(), terminated=no, truncated=no)
+    assert torch.equal(keys, shard.keys()[-2:])
+    shard.begin_episodes()
+    shard.update_priorities(shard.keys(), torch.ones(len(shard)))
+    shard.write(keys, number=[7, 8])
+    assert (next(shard.batches(len(buffer))).number[-2:].tolist(), len(shard)) == ([7, 8], len(buffer))
+    some = shard.keys()[buffer.masses()[shard.keys() % buffer.capacity] > 0]
+    assert torch.equal(shard[some].number, buffer[some].number)
+    assert torch.equal(shard.priorities(some), buffer.priorities(some))
+    assert (int(keys[0]) in shard, -1 in shard, shard.stats() == buffer.stats()) == (True, False, True)
+    assert repr(shard) == f"ShardedReplay(rank 0 of 1 with {buffer!r})"
+    assert shard.extend is not None
+    for name in ("capture", "plot", "state_dict", "device", "capacity", "sample_sequences"):
+        with pytest.raises(AttributeError, match=rf"no '{name}'; shard\.buffer, "):
+            getattr(shard, name)
+    with pytest.raises(TypeError, match="batches"):
+        iter(shard)
+    with pytest.raises(TypeError, match="belongs to its process group"):
+        copy.deepcopy(shard)
+    with pytest.raises(TypeError, match=r"buffer = ShardedReplay\.load"):
+        shard.load("c")
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_went_says_what_to_write(tmp_path: Path) -> None:
+    with pytest.raises(ImportError, match=r"buffer of its own, with another seed, and write ShardedReplay\(buffer\)"):
+        exec("from gpu_replay import ShardedReplayBuffer")
+    saved, buffer = tmp_path / "saved", ReplayBuffer(12, FIELDS, device="cpu")
+    state = buffer.state_dict()
+    settings = {**state["settings"], "kind": "ShardedReplayBuffer", "ranks": 2, "mode": "local"}
+    given = {"version": 1, "settings": settings, "seed": 0, "counters": [state["counters"]] * 2}
+    write_checkpoint(saved, given, state["tensors"])
+    for load in (ReplayBuffer.load, ShardedReplay.load, of_checkpoint):
+        with pytest.raises(
+            CheckpointError, match=r"ShardedReplayBuffer; gpu_replay 0\.3 is the last version that reads"
+        ):
+            load(saved)
+    buffer.save(tmp_path / "one")
+    with pytest.raises(CheckpointError, match=r"of one ReplayBuffer; load it with ReplayBuffer\.load"):
+        ShardedReplay.load(tmp_path / "one", "cpu")
+    add_rows(shard := ShardedReplay(buffer), 3)
+    shard.save(tmp_path / "set")
+    with pytest.raises(CheckpointError, match=r"of several ranks; give that of one, such as .*set/save-0/rank0"):
+        of_checkpoint(tmp_path / "set")
+    assert of_checkpoint(tmp_path / "set" / "save-0" / "rank0").added == 3
+
+
 def test_without_a_process_group_it_says_how_to_start_one() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         ShardedReplay(ReplayBuffer(10, FIELDS, device="cpu"))
@@ -723,23 +791,24 @@ DEATHS = {
 
 
 @thinned("dies, first", DEATHS, [True, False], every=3)
-def test_a_killed_rank_leaves_the_old_set_or_the_new_one(tmp_path: Path, dies: str, first: bool, full: bool) -> None:
+def test_a_killed_rank_leaves_the_old_set_or_the_new_one(
+    ranks: Ranks, tmp_path: Path, dies: str, first: bool, full: bool
+) -> None:
     path = tmp_path / "c"
-    with ranks_of(2) as ranks:
-        found = ranks.tried(2, saved_twice, str(path), dies, first)
+    with ranks_of(2) as mortal:
+        found = mortal.tried(2, saved_twice, str(path), dies, first)
     rank = int(dies[0])
     assert found[rank] == Gone(-signal.SIGKILL)
     assert found[1 - rank][0] == "RuntimeError", found
     whole = dies not in ("1 before _write_part", "0 before _write_part")
-    with ranks_of(2) as ranks:
-        if first and not whole:
-            refused = ranks.tried(2, loaded, str(path))
-            assert {each.kind for each in refused} == {"CheckpointError"}
-            assert f"{path} holds no set of all ranks: its first save did not end, and " in refused[0].message
-            assert f"rank{rank} is not complete" in refused[0].message
-            ranks.run(2, saved_twice, str(path), "", True)
-        # a first set that is complete is one, whoever died since
-        assert ranks.run(2, loaded, str(path)) == [list(range(5 if first or DEATHS[dies] == "old" else 7))] * 2
+    if first and not whole:
+        refused = ranks.tried(2, loaded, str(path))
+        assert {each.kind for each in refused} == {"CheckpointError"}
+        assert f"{path} holds no set of all ranks: its first save did not end, and " in refused[0].message
+        assert f"rank{rank} is not complete" in refused[0].message
+        ranks.run(2, saved_twice, str(path), "", True)
+    # a first set that is complete is one, whoever died since
+    assert ranks.run(2, loaded, str(path)) == [list(range(5 if first or DEATHS[dies] == "old" else 7))] * 2
     names = sorted(os.listdir(path))
     assert (names[0], len(names)) == ("ranks.json", 2)
 
