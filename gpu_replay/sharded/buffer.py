@@ -19,7 +19,6 @@ from gpu_replay.checkpoint.config import config_of
 from gpu_replay.checkpoint.manifest import read_manifest
 from gpu_replay.checkpoint.opened import BufferCheckpoint
 from gpu_replay.engines.host_sampler import HostSampler
-from gpu_replay.engines.storage import check_device
 from gpu_replay.errors import CheckpointError
 from gpu_replay.ops.counters import Counter
 from gpu_replay.sharded import saving
@@ -76,7 +75,7 @@ class ShardedReplay:
     """
 
     def __init__(self, buffer: Buffer, group: Any = None, timeout: float = 60.0) -> None:
-        self._group = Group(group, getattr(buffer, "device", torch.device("cpu")), timeout)
+        self._group = Group(group, getattr(buffer, "device", "cpu"), timeout)
         # the largest batch that all ranks are known to have enough for
         self._proven = 0
 
@@ -251,7 +250,7 @@ class ShardedReplay:
         Raises CheckpointError that names the damage, on all ranks if one fails, or says where the ranks' own
         checkpoints are, if another number of ranks saved them.
         """
-        ranks = Group(group, check_device(device), timeout)
+        ranks = Group(group, device, timeout)
         read: Callable[[], Buffer]
 
         def opened() -> Contribution:
@@ -260,6 +259,8 @@ class ShardedReplay:
             folder, parts = saving.read_set(path)
             part = saving.part_of(folder, ranks.rank)
             kind = BufferCheckpoint(saving.part_of(folder, 0)).config["kind"]
+            if kind not in KINDS:
+                raise CheckpointError(f"{path} holds a {kind} of each rank: load {part} by its class, and wrap that.")
             if len(parts) != ranks.size:
                 first = str(saving.part_of(folder, 0))
                 raise CheckpointError(

@@ -26,6 +26,7 @@ from torch import Tensor
 from gpu_replay.base.refusals import refuse_in_forks
 from gpu_replay.checkpoint.config import difference
 from gpu_replay.checkpoint.threads import Threads
+from gpu_replay.engines.storage import check_device
 from gpu_replay.validation import check_float
 
 Result = TypeVar("Result")
@@ -69,11 +70,13 @@ class MessageFailed(RuntimeError):
 class Group:
     """The ranks that share a buffer, and the messages between them.
 
-    An invalid timeout, or a group that cannot send from the device, is raised by the first `agree`, on all ranks.
+    device: of the buffer, in any form that the buffers take.
+
+    An invalid timeout or device, or a group that cannot send from it, is raised by the first `agree`, on all ranks.
     Raises RuntimeError without `torch.distributed`, ValueError on a rank outside of the group.
     """
 
-    def __init__(self, group: Any, device: torch.device, timeout: object) -> None:
+    def __init__(self, group: Any, device: torch.device | str | None, timeout: object) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "a ShardedReplay needs torch.distributed: start the program with torchrun and call "
@@ -90,10 +93,11 @@ class Group:
         config = str(dist.get_backend_config(world))
         # raised by the next `agree`
         self._wrong: list[Exception] = []
-        self.timeout, self.device = 60.0, device
-        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self.timeout, self.device, self._backend = 60.0, torch.device("cpu"), "gloo"
         try:
             self.timeout = check_float("timeout", timeout, 1e-3, 1e9)
+            self.device = check_device(device)
+            self._backend = "nccl" if self.device.type == "cuda" else "gloo"
             if self._backend not in config:
                 raise ValueError(
                     f"buffers on {str(device)!r} need a process group with {self._backend}; found {config!r}. Call "
@@ -175,7 +179,7 @@ class Group:
     ) -> Tensor:
         """Send the first message of a call; return the numbers of all ranks, (R, 3) int64.
 
-        prepare: checks this rank's arguments; what it changes must be undone if CollectiveError is raised.
+        prepare: checks this rank's arguments and prepares the call; it changes nothing, as any rank may refuse.
         late:    some ranks may go on without reading the table, so the text of an error is not exchanged.
         unread:  the host does not read the table in this call; the next call that reads one raises the error.
 

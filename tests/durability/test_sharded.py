@@ -422,6 +422,7 @@ def pairs_of(shard: Any, path: str, group: Any, full: bool) -> dict[str, tuple[C
         "another class": (make, lambda: ShardedReplay(trajectory(1, 1, Proportional()), group, 20)),
         "no buffer": (make, lambda: ShardedReplay(3, group, 20)),  # type: ignore[arg-type]
         "no timeout": (make, partial(make, timeout=1e300)),
+        "no such device": (partial(load, f"{path}0"), partial(load, f"{path}0", device="cuda:99")),
         "no checkpoint": (partial(load, f"{path}0"), partial(load, f"{path}none")),
         "nothing to draw": (sample, partial(shard.sample, 0)),
         "another size": (sample, partial(shard.sample, 3)),
