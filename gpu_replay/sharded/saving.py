@@ -29,8 +29,6 @@ from gpu_replay.validation import check_path
 
 VERSION = 1
 _FOLDER = re.compile(r"save-(\d+)")
-# the folder of a set while its ranks' folders are made
-_MAKING = "making"
 
 
 def read_set(path: str | PathLike[str]) -> tuple[Path, list[str]]:
@@ -56,7 +54,8 @@ def _first_set(target: Path) -> tuple[Path, list[str]]:
     folders = list(target.glob("save-*"))
     if len(folders) != 1:
         raise CheckpointError(f"{target} is no checkpoint of ranks: {RANKS} is missing.")
-    parts = [part_of(folders[0], rank) for rank in range(len(list(folders[0].glob("rank[0-9]*"))))]
+    count = max(1, len(list(folders[0].glob("rank[0-9]*"))))
+    parts = [part_of(folders[0], rank) for rank in range(count)]
     if missing := [part for part in parts if not (part / MANIFEST).is_file()]:
         raise CheckpointError(
             f"{target} holds no set of all ranks: its first save did not end, and {missing[0]} is not complete."
@@ -71,16 +70,15 @@ def part_of(folder: Path, rank: int) -> Path:
 
 def _new_set(target: Path, ranks: int) -> Path:
     """A folder for a set of so many ranks, with one for each of them; of others only that in force stays."""
-    if other := [name for name in os.listdir(target) if name not in (RANKS, _MAKING) and not _FOLDER.fullmatch(name)]:
+    if other := [name for name in os.listdir(target) if name != RANKS and not _FOLDER.fullmatch(name)]:
         raise CheckpointError(f"{target} is not a checkpoint of ranks: it holds {other[0]}. Nothing was written.")
     if not (target / RANKS).exists():
         with suppress(CheckpointError):
             _put_in_force(target, *_first_set(target))
-    number = _remove_others(target)
-    folder = target / f"save-{number + 1}"
+    folder = target / f"save-{_remove_others(target) + 1}"
     for rank in range(ranks):
-        part_of(target / _MAKING, rank).mkdir(parents=True)
-    os.replace(target / _MAKING, folder)
+        part_of(folder, rank).mkdir(parents=True)
+    sync_folder(folder)
     return folder
 
 
@@ -88,7 +86,7 @@ def _remove_others(target: Path) -> int:
     """Remove all folders but that in force, whose number is returned; -1 without one."""
     kept = read_set(target)[0].name if (target / RANKS).exists() else "save--1"
     for name in os.listdir(target):
-        if name not in (kept, RANKS):
+        if _FOLDER.fullmatch(name) and name != kept:
             shutil.rmtree(target / name, ignore_errors=True)
     return int(kept.removeprefix("save-"))
 
