@@ -1,9 +1,10 @@
 """Data-parallel training: ranks that `torchrun` started share one run, each with its own environments and replay.
 
 Settings describe all ranks together: environments, batches, capacity and warm-up are divided among them. Every rank
-samples from the steps of its own environments; gradients are averaged, so that all networks stay equal. Rank 0 alone
-evaluates and writes the files of the run; each rank writes its part of a checkpoint. When a rank dies, `torchrun`
-starts all of them again with the same command line, which then go on from the last checkpoint.
+samples from the steps of its own environments, with weights over those of all ranks; gradients are averaged, so that
+all networks stay equal. Rank 0 alone evaluates and writes the files of the run; each rank writes its part of a
+checkpoint. When a rank dies, `torchrun` starts all of them again with the same command line, which then go on from the
+last checkpoint.
 """
 
 from __future__ import annotations
