@@ -34,7 +34,7 @@ from gpu_replay import (
     Proportional,
     RankBased,
     ReplayBuffer,
-    ShardedReplayBuffer,
+    ShardedReplay,
     TrajectoryReplayBuffer,
     Uniform,
 )
@@ -310,19 +310,19 @@ TINY: list[str] = []
 
 
 def nccl() -> str:
-    """A group of one rank: every message of a sharded buffer, in the types that NCCL must take."""
+    """A group of one rank: every message of a shard, in the types that NCCL must take."""
     import torch.distributed as dist
 
     if not dist.is_nccl_available():
         return "this torch has no NCCL"
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29541")
     dist.init_process_group("nccl", rank=0, world_size=1)
-    buffer = ShardedReplayBuffer(SIZES["slots"], FIELDS, sampler=EXACT, mode="global", device=GPU, seed=1)
-    for batch in _life(buffer):
+    buffer = ReplayBuffer(SIZES["slots"], FIELDS, sampler=EXACT, device=GPU, seed=1)
+    for batch in _life(ShardedReplay(buffer)):
         if not torch.equal(batch.n.float(), batch.x[:, 0]):
             raise Wrong("a row is not whole")
     dist.destroy_process_group()
-    return "global batches are whole"
+    return "batches of a rank are whole"
 
 
 _NO_GRAPH = {"timing": ["--timing", "events"], "train": ["--no-graph"]}

@@ -201,7 +201,7 @@ SUITES: dict[str, tuple[Callable[[argparse.Namespace], Work], str]] = {
     "scale": (_scale, "each call over slots and over batches, and bytes over fields, compared with peers and plain C"),
     "sharded": (
         lambda options: Work(sharded_parts(options.quick)),
-        "rows and bytes that the ranks of a sharded buffer send each other, on gloo over the loopback device",
+        "bytes that the ranks of one memory send each other, on gloo over the loopback device",
     ),
     "storage": (
         lambda options: Work([(storage.cases(options.quick), storage.records)]),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gpu_replay.fields import Field
     from gpu_replay.hindsight import Hindsight
     from gpu_replay.samplers import Combined, Latest, LinearSchedule, Proportional, RankBased, Sampler, Uniform
-    from gpu_replay.sharded.buffer import ShardedReplayBuffer
+    from gpu_replay.sharded.buffer import ShardedReplay
     from gpu_replay.stats import Stats
     from gpu_replay.trajectory_buffer import TrajectoryReplayBuffer
 
@@ -26,7 +26,7 @@ __version__ = "0.3.0"
 __all__ = [
     "ReplayBuffer",
     "TrajectoryReplayBuffer",
-    "ShardedReplayBuffer",
+    "ShardedReplay",
     "ReplayMixture",
     "Field",
     "Batch",
@@ -48,11 +48,17 @@ _MODULES = {"ReplayBuffer": "buffer", "TrajectoryReplayBuffer": "trajectory_buff
 _SAMPLERS = ("Uniform", "Proportional", "RankBased", "Latest", "Combined", "LinearSchedule", "Sampler")
 _MODULES |= dict.fromkeys(_SAMPLERS, "samplers")
 _MODULES |= {"Field": "fields", "CheckpointError": "errors"}
-_MODULES["ShardedReplayBuffer"] = "sharded.buffer"
+_MODULES["ShardedReplay"] = "sharded.buffer"
 
 
 def __getattr__(name: str) -> Any:
     # importing torch takes two seconds: the command starts before that, so that Ctrl-C ends it without a traceback
+    if name == "ShardedReplayBuffer":
+        # the text of an AttributeError would not reach those who import the name
+        raise ImportError(
+            "ShardedReplayBuffer went in 0.4.0: let each rank make a buffer of its own, with another seed, and write "
+            "ShardedReplay(buffer)."
+        )
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_MODULES.get(name, name.lower())}"), name)

@@ -1,8 +1,8 @@
 """The samplers: each class holds the settings of one, and all in which it differs from the others.
 
 A sampler says what of priorities a buffer keeps, which rows of a batch are the newest, where it places the others on
-the host, which branch of the kernel does the same on a device, and which sharded modes can use it. What it does not say
-is refused where it is needed. The buffer owns all state.
+the host, and which branch of the kernel does the same on a device. What it does not say is refused where it is needed.
+The buffer owns all state.
 """
 
 from __future__ import annotations
@@ -175,8 +175,7 @@ class Sampler(ABC):
         kin = [each.__name__ for each in cls.__mro__ if each.__module__ == __name__ and getattr(each, "kernel", None)]
         if outside and kin:
             raise TypeError(
-                f"{cls.__name__} derives from {kin[0]}, and a device or a shard would draw it as that. Derive it from "
-                "BaseSampler."
+                f"{cls.__name__} derives from {kin[0]}, and a device would draw it as that. Derive it from BaseSampler."
             )
         if outside or not cls.__name__.startswith(("_", "Base")):
             Sampler.kinds[cls.__name__] = cls
@@ -223,8 +222,6 @@ class BaseSampler(Sampler):
     summed: ClassVar[bool] = False
     # its branch of the draw kernel; without one a device refuses it
     kernel: ClassVar[Literal["uniform", "mass", "rank"] | None] = None
-    # the modes of sharded buffers that can use it
-    shards: ClassVar[tuple[str, ...]] = ()
 
     # for those that have no such settings
     alpha: float = 0.0
@@ -365,7 +362,6 @@ class Uniform(BaseSampler):
     """
 
     kernel = "uniform"
-    shards = ("local", "global")
 
     replacement: bool = False
 
@@ -460,7 +456,6 @@ class Proportional(_Prioritized):
 
     kernel = "mass"
     summed = True
-    shards = ("local", "global")
 
     alpha: float = 0.6
     beta: float | LinearSchedule = 0.4
@@ -518,8 +513,6 @@ class RankBased(_Prioritized):
     """
 
     kernel = "rank"
-    # ranks over all shards would need a sort over all shards for every sample
-    shards = ("local",)
 
     alpha: float = 0.7
     beta: float | LinearSchedule = 0.5

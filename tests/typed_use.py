@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import assert_type
 
-from gpu_replay import Batch, Field, Proportional, ReplayBuffer, Sampler, Stats, TrajectoryReplayBuffer
+from gpu_replay import Batch, Field, Proportional, ReplayBuffer, Sampler, ShardedReplay, Stats, TrajectoryReplayBuffer
 from gpu_replay.samplers import BaseSampler
 
 
@@ -35,5 +35,11 @@ def learning_step(path: str) -> None:
     assert_type(buffer.sampler, Sampler)
     samplers: list[Sampler] = [buffer.sampler, Recent(window=5)]
     assert_type(ReplayBuffer(10, buffer.fields, sampler=samplers[1]).sample(1), Batch)
+    shard = ShardedReplay(buffer, timeout=20.0)
+    assert_type(shard.sample(4, beta=0.5), Batch)
+    assert_type(shard.global_stats(), Stats)
+    assert_type(shard.stats(), Stats)
+    assert_type(shard[shard.keys()], Batch)
+    assert_type(ShardedReplay.load(path, "cpu", seed=3), ShardedReplay)
     assert_type(ReplayBuffer.load(path), ReplayBuffer)
     assert_type(TrajectoryReplayBuffer.load(path), TrajectoryReplayBuffer)

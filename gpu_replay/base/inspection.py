@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.checkpoint.config import field_from, sampler_from
-from gpu_replay.checkpoint.joint import BufferCheckpoint, Share
+from gpu_replay.checkpoint.opened import BufferCheckpoint
 from gpu_replay.checkpoint.shards import Part
 from gpu_replay.checkpoint.state import BufferState
 from gpu_replay.errors import CheckpointError
@@ -113,44 +113,43 @@ def of_buffer(state: BufferState) -> BufferReport:
 
 
 def of_checkpoint(path: str | os.PathLike[str]) -> BufferReport:
-    """The contents of a checkpoint, or of the newest one of a run, numbered as `load` numbers them.
+    """The contents of a checkpoint, or of the newest one of a run.
 
     Raises CheckpointError for anything else.
     """
     folder = check_path("path", path)
     if not (folder / "manifest.json").is_file():
+        for part in sorted(folder.glob("save-*/rank0")):
+            raise CheckpointError(f"{path} holds the checkpoints of several ranks; give that of one, such as {part}.")
         manifests = sorted(folder.glob("checkpoint/*/replay/manifest.json"))
         if not manifests:
             raise CheckpointError(f"{path} holds neither a checkpoint of a buffer nor a run with one.")
         folder = manifests[-1].parent
-    saved = BufferCheckpoint(folder, kinds=None)
+    saved = BufferCheckpoint(folder)
     with saved.refusing("the manifest is not of a replay buffer"):
-        share, stored = Share(1, 0, saved.capacity), saved.checkpoint
-        counters = saved.counters(share)
+        stored, counters = saved.checkpoint, saved.counters
         columns = {}
         for name in _OF_ROWS:
-            if saved.tensor_name(0, name) in stored.tensor_names:
-                dtype, _ = stored.shape_of(saved.tensor_name(0, name))
-                columns[name] = torch.empty(min(counters["ADDED"], saved.capacity), dtype=dtype, device="cpu")
-        saved.fill(columns, share)
-        return _report(saved.config, counters, columns, lambda name, slots: _stored_rows(saved, share, name, slots))
+            if name in stored.tensor_names:
+                dtype, shape = stored.shape_of(name)
+                columns[name] = torch.empty(shape, dtype=dtype, device="cpu")
+        stored.fill(columns)
+        return _report(saved.config, counters, columns, lambda name, slots: _stored_rows(saved, name, slots))
 
 
-def _stored_rows(saved: BufferCheckpoint, share: Share, name: str, slots: np.ndarray) -> Tensor:
-    """The rows of a tensor at these slots of the share; only the files that hold some are read."""
-    ranks, chosen = {saved.tensor_name(rank, name): rank for rank in range(saved.ranks)}, torch.from_numpy(slots)
-    dtype, shape = saved.checkpoint.shape_of(saved.tensor_name(0, name))
+def _stored_rows(saved: BufferCheckpoint, name: str, slots: np.ndarray) -> Tensor:
+    """The rows of a tensor at these slots; only the files that hold some are read."""
+    chosen = torch.from_numpy(slots)
+    dtype, shape = saved.checkpoint.shape_of(name)
     out = torch.empty((len(slots), *shape[1:]), dtype=dtype, device="cpu")
 
-    def holds(part: Part) -> bool:
-        return part.name in ranks and bool(torch.isin(saved.slots_of(part, ranks[part.name], share)[1], chosen).any())
+    def inside(part: Part) -> Tensor:
+        return (part.start <= chosen) & (chosen < part.stop)
 
     def use(part: Part, stored: Tensor) -> None:
-        live, at = saved.slots_of(part, ranks[part.name], share)
-        row, place = (at[:, None] == chosen).nonzero(as_tuple=True)
-        out[place] = stored[live][row]
+        out[inside(part)] = stored[chosen[inside(part)] - part.start]
 
-    saved.checkpoint.read_parts(holds, Part.empty, use)
+    saved.checkpoint.read_parts(lambda part: part.name == name and bool(inside(part).any()), Part.empty, use)
     return out
 
 

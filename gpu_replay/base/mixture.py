@@ -19,7 +19,7 @@ class ReplayMixture:
     """Sample a share of each batch from each of several buffers.
 
     buffers: at least one, of one class, on one device, with the same fields (and `stack`); their samplers, capacities
-             and windows may differ. A ShardedReplayBuffer is refused.
+             and windows may differ. A ShardedReplay is refused.
     shares:  of a batch, one for each buffer, each above 0; they sum to 1.
 
     Batches also have `source` (B,) int64, the index of each row's buffer in `buffers`; a field of that name is refused.

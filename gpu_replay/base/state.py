@@ -17,7 +17,7 @@ from torch import Tensor
 from gpu_replay.base.refusals import HALF_LOADED, Refusing, class_only, refuse_for_spawned, refuse_in_forks
 from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.checkpoint.config import check_described, config_of, describe_sampler
-from gpu_replay.checkpoint.joint import KIND, NO_SETTINGS, SINGLE, BufferCheckpoint, Share
+from gpu_replay.checkpoint.opened import NO_SETTINGS, BufferCheckpoint
 from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import MakeMemory, StoragePath, check_placement
@@ -44,31 +44,8 @@ if TYPE_CHECKING:
     Engine: TypeAlias = HostEngine | DeviceEngine | TrajectoryHostEngine | TrajectoryDeviceEngine
 
 
-class SharedSettings:
-    """What all buffers, those of many ranks too, answer of their settings."""
-
-    _fields: dict[str, Field]
-    _sampler: Sampler
-    _seed: int
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        """The fields by name, as a copy."""
-        return dict(self._fields)
-
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler's settings."""
-        return self._sampler
-
-    @property
-    def seed(self) -> int:
-        """The seed of its draws, the same on all ranks."""
-        return self._seed
-
-
 @never_traced
-class StatefulBuffer(SharedSettings, ABC):
+class StatefulBuffer(ABC):
     """A ring of preallocated tensors with a sampler, an engine that works on them, and their state as a whole."""
 
     # made with a storage and what draws from it
@@ -77,8 +54,6 @@ class StatefulBuffer(SharedSettings, ABC):
     # whether stored rows may be ineligible, and how a ring of steps is divided
     _tracks_eligibility: ClassVar[bool]
     _shape: StreamShape | None = None
-    # slots of all shards, in the shard of a larger buffer
-    _total_slots: int | None = None
 
     def __init__(
         self,
@@ -118,7 +93,6 @@ class StatefulBuffer(SharedSettings, ABC):
                 self._backend,
                 self._seed,
                 tracks_eligibility=self._tracks_eligibility,
-                total_slots=self._total_slots,
             )
             self._counters = self._state.counters
             self._made_engine: Engine = self._make_engine()
@@ -126,6 +100,21 @@ class StatefulBuffer(SharedSettings, ABC):
             warn_of_python()
         self._engine: Engine = self._made_engine
         self._sampling: HostSampler | DeviceSampler = self._made_engine.sampling
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The fields by name, as a copy."""
+        return dict(self._fields)
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler's settings."""
+        return self._sampler
+
+    @property
+    def seed(self) -> int:
+        """The seed of its draws."""
+        return self._seed
 
     @abstractmethod
     def _sizes(self) -> dict[str, int]:
@@ -336,11 +325,8 @@ class StatefulBuffer(SharedSettings, ABC):
                 f"load gives the buffer that was saved, with its own settings; it takes no {name!r}. For another "
                 "capacity or sampler make a new buffer and fill it from old.batches(size): see the guide, Checkpoints."
             )
-        kind = cls.__name__
-        saved = BufferCheckpoint(path, (KIND, SINGLE) if kind == SINGLE else (kind,))
+        saved = BufferCheckpoint(path, cls.__name__)
         arguments = saved.arguments()
-        # what several ranks saved is loaded as one buffer
-        arguments.pop("mode", None)
         # errors in these are errors of this call, not of the checkpoint
         if check is not None:
             check(arguments)
@@ -349,7 +335,7 @@ class StatefulBuffer(SharedSettings, ABC):
         with saved.refusing(NO_SETTINGS):
             buffer = cls(**(arguments | given | {"device": device, "seed": saved.seed}))
         with buffer._alone():
-            saved.restore(buffer._buffer_state(), Share(1, 0, saved.capacity), saved.seed)
+            saved.restore(buffer._buffer_state())
         return buffer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

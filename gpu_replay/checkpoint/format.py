@@ -186,11 +186,6 @@ class Checkpoint:
         with self._unless_replaced(), bytes_bar(f"loading {self.path.name}", total) as advance:
             in_parallel(read, shards, advance)
 
-    @property
-    def sha256(self) -> str:
-        """The SHA-256 of the manifest, which identifies the checkpoint."""
-        return self._manifest.sha256
-
     def require(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Raise CheckpointError unless a tensor is stored with this dtype and shape."""
         stored = self.shape_of(name)

@@ -19,6 +19,8 @@ from gpu_replay.errors import CheckpointError
 FORMAT = "gpu_replay checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+# names the checkpoints of several ranks, in a folder of these
+RANKS = "ranks.json"
 UNFINISHED_MANIFEST = ".manifest.json.saving"
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -73,18 +75,16 @@ def described(shards: Sequence[Shard]) -> dict[str, Any]:
     }
 
 
-def shards_from(described: Mapping[str, Any]) -> list[Shard]:
-    """The shards that `described` described; KeyError, TypeError or ValueError for anything else."""
-    shapes = {name: _shape(each) for name, each in described["tensors"].items()}
-    return [_shard(each, shapes) for each in described["pieces"]]
-
-
 def read_manifest(folder: Path) -> Manifest:
     """The verified manifest. Raises CheckpointError naming what is missing, damaged, foreign or of another version."""
     if not folder.exists():
         raise CheckpointError(f"there is no checkpoint {folder}.")
     file = folder / MANIFEST
     if not file.is_file():
+        if (folder / RANKS).is_file():
+            raise CheckpointError(
+                f"{folder} holds those of several ranks: use ShardedReplay.load, or load that of one."
+            )
         raise CheckpointError(f"{folder} is not a checkpoint: {MANIFEST} is missing.")
     try:
         outer = json.loads(file.read_bytes())

@@ -7,8 +7,6 @@ refuse a sample from too few transitions without asking.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +16,6 @@ from gpu_replay.engines.storage import Storage, check_live
 from gpu_replay.ops.launch import allocator, per_arguments
 from gpu_replay.ops.priorities import Add, make_add
 from gpu_replay.ops.ring import make_gather
-from gpu_replay.ops.weights import Finish, Gather
-
-# slots and probabilities of a sample, and what counts and returns it
-Unfinished = tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]]
 
 
 class DeviceEngine:
@@ -35,35 +29,13 @@ class DeviceEngine:
         self._storage = storage
         stores, fields, counters, masses = storage.tensors, storage.fields, sampling.counters, sampling.masses
         # none of these refers to this object: a buffer that nobody holds gives its memory back at once
-        reads = self._reads = per_arguments(lambda rows: make_gather(stores, fields, rows, counters))
+        self._reads = per_arguments(lambda rows: make_gather(stores, fields, rows, counters))
 
         def make_sample(batch: int, scheduled: bool) -> Sample:
             return sampling.make_sample(batch, scheduled, lambda end: make_gather(stores, fields, batch, counters, end))
 
-        def make_unfinished(batch: int, scheduled: bool) -> Callable[[float | None], Unfinished]:
-            held: list[tuple[Tensor, Callable[[], dict[str, Tensor]]]] = []
-
-            def make(end: Finish) -> Gather:
-                read, finish = reads(batch), make_gather({}, {}, batch, counters, end)
-
-                def gather(slots: Tensor, *arguments: Any) -> dict[str, Tensor]:
-                    held.append((slots, partial(finish, slots, *arguments)))
-                    return read(slots)
-
-                return gather
-
-            sample = sampling.make_sample(batch, scheduled, make)
-
-            def unfinished(beta: float | None) -> Unfinished:
-                held.clear()
-                tensors = sample(beta)
-                slots, finish = held.pop()
-                return slots, tensors["probability"], lambda: tensors | finish()
-
-            return unfinished
-
         # by the batch, and whether a schedule gives beta
-        self._samples, self._unfinished = per_arguments(make_sample), per_arguments(make_unfinished)
+        self._samples = per_arguments(make_sample)
 
         def make(rows: int, dtype: torch.dtype | None) -> tuple[Callable[[], Tensor], Add]:
             times_sampled, given = storage.times_sampled, dtype is not None
@@ -104,11 +76,6 @@ class DeviceEngine:
         """
         with self.sampling.order:
             return self._samples(batch, beta is None)(beta)
-
-    def sample_unfinished(self, batch: int, beta: float | None) -> Unfinished:
-        """Slots and probabilities of a sample, and what counts and returns it; not called, nothing has changed."""
-        with self.sampling.order:
-            return self._unfinished(batch, beta is None)(beta)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The stored transitions of these keys; KeyError naming the first that is not live. Waits for the device."""

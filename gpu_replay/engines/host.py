@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from itertools import repeat, starmap
 from typing import Any
 
@@ -85,14 +84,6 @@ class HostEngine:
         """Sample `batch` transitions: fields, key, probability and weight."""
         drawn = self.sampling.draw(batch, beta)
         return self.sampling.finish(self._rows_at(drawn.slots), drawn)
-
-    def sample_unfinished(
-        self, batch: int, beta: float | None
-    ) -> tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]]:
-        """Slots and probabilities of a sample, and what counts and returns it; not called, nothing has changed."""
-        drawn = self.sampling.draw(batch, beta)
-        finish = partial(self.sampling.finish, self._rows_at(drawn.slots), drawn)
-        return torch.from_numpy(drawn.slots), torch.from_numpy(drawn.probability), finish
 
     def _rows_at(self, slots: np.ndarray) -> dict[str, Tensor]:
         if self._ahead is None:

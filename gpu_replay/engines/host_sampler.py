@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import starmap
 
 import numpy as np
@@ -48,6 +51,7 @@ class HostSampler:
         rule, waiting = state.rule, storage.waiting_arrays()
         self._update_arguments = rule.ordered, rule.limit, self.capacity, self.counters, *tree, *waiting
         self._finish = ring_loops.finish.compiled()
+        self._postponed: list[Callable[[], object]] | None = None
         self.rebuild(seed)
 
     @property
@@ -147,9 +151,22 @@ class HostSampler:
         tensors["key"] = tensor(keys)
         tensors["probability"] = tensor(draw.probability)
         tensors["weight"] = tensor(draw.weight)
+        if self._postponed is not None:
+            place = slots, self.random.block, self.counters, self.times_sampled, keys
+            self._postponed.append(partial(self._finish, *place))
+            return tensors
         # no signal is handled within this one call, so an exception comes before or after all of it
         self._finish(slots, self.random.block, self.counters, self.times_sampled, keys)
         return tensors
+
+    @contextmanager
+    def postponing(self) -> Iterator[list[Callable[[], object]]]:
+        """Within it a sample is drawn and not counted: what counts it, and fills its keys, comes into the list."""
+        self._postponed = []
+        try:
+            yield self._postponed
+        finally:
+            self._postponed = None
 
     def _newest(self, count: int, skipped: int, fits: Fits) -> np.ndarray:
         """The slots of the `count` newest keys that can be drawn."""

@@ -40,7 +40,6 @@ class SamplerState:
                    mass 0. So it is in trajectory buffers.
     rule:          how priorities become masses, or order codes for draws by rank.
     tree:          of these; None for samplers without priorities.
-    total_slots:   slots of all shards of the buffer, which share the limit of masses.
     eligible_tree: of ones for eligible starts; None where all stored slots can be drawn, or `tree` alone will do.
     """
 
@@ -53,12 +52,11 @@ class SamplerState:
         seed: int,
         *,
         tracks_eligibility: bool,
-        total_slots: int | None = None,
     ) -> None:
         self.sampler, self.base = sampler, sampler.base
         self.slots = slots
         self.tracks_eligibility = tracks_eligibility
-        self.rule = self.base.rule(slots if total_slots is None else total_slots)
+        self.rule = self.base.rule(slots)
         self.tree = tree_of(self.base, slots, device, backend)
         self.eligible_tree = (
             MassTree(slots, device, backend) if tracks_eligibility and sampler.needs_start_tree else None

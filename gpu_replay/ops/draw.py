@@ -27,7 +27,6 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gpu_replay.loops import random as random_loops
@@ -156,23 +155,6 @@ def permuted_ranks(count: int, batch: int, words: np.ndarray, first: int = 0) ->
 # rows of a batch that do not fit are drawn again so often at most; on the host the words of one more draw are kept for
 # those that are still missing then
 REDRAWS = 64
-
-
-def slots_at(tree: MassTree, targets: Tensor) -> Tensor:
-    """(B,) int64 slots of (B,) int64 targets; on a device a few operations of torch for each level."""
-    if not targets.numel():
-        return targets
-    if tree.backend == "host":
-        drawn = draw_range(tree, 0, 0, by_key=False)
-        return torch.from_numpy(slots_in(tree, drawn, targets.clone().numpy()))
-    rest, node = targets.clone(), torch.zeros_like(targets)
-    for level in reversed(tree.levels):
-        masses = level.view(-1, tree.fanout)[node]  # (B, fanout)
-        prefix = masses.cumsum(1)
-        step = (prefix <= rest[:, None]).sum(1).clamp_(max=tree.fanout - 1)[:, None]
-        rest -= (prefix - masses).gather(1, step).squeeze(1)
-        node = node * tree.fanout + step.squeeze(1)
-    return node
 
 
 # parts into which one step of the search for a rank divides the rest

@@ -1,1 +1,1 @@
-"""One replay buffer over the ranks of a `torch.distributed` process group: each rank's device stores one shard."""
+"""The buffers of all ranks of a `torch.distributed` process group as one memory."""

@@ -1,8 +1,8 @@
-"""The ranks of one buffer: their messages through `torch.distributed`, and the errors raised when one fails.
+"""The ranks that share a memory: their messages through `torch.distributed`, and the errors raised when one fails.
 
-Every collective call begins with one all-gather, in which each rank says which call it makes, a digest of the arguments
-that must be equal, whether it failed, and the numbers that the call needs of all ranks. These messages are all of one
-size, so calls that differ meet in one and are refused on all ranks.
+Every collective call begins with one all-gather of four numbers. The first says which call a rank makes and whether it
+failed there, with a digest of the arguments that must be equal; three are numbers of the call. Calls that differ meet
+in one such message and are refused on all ranks.
 
 A buffer over all ranks of the program has a process group of its own: its messages keep its timeout, and never stand
 between those of the program. One over some of the ranks uses the group that it was given.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import blake2b
@@ -30,20 +30,24 @@ from gpu_replay.engines.storage import check_device
 from gpu_replay.validation import check_float
 
 Result = TypeVar("Result")
-# what a rank sends when a call begins: the arguments that must be equal on all ranks, by name, and int64 numbers
+# what a rank sends when a call begins: the arguments that must be equal on all ranks, by name, and (3,) int64 numbers,
+# the first of which must be equal too
 Contribution = tuple[Mapping[str, Any], Tensor | None]
 
-MAKING = "making a ShardedReplayBuffer"
+MAKING = "making a ShardedReplay"
 # messages name a call by its index here
-CALLS = (MAKING, "load", "len", "sample", "update_priorities", "stats", "clear", "save")
-# a row of the table: the head, then this many numbers, or one for each rank if there are more ranks
-_NUMBERS = 20
+CALLS = (MAKING, "load", "sample", "global_stats", "clear", "save", "close")
+# what a rank tells besides the head
+NUMBERS = 3
 # the head: the index of the call, a bit that is set if the rank failed, and a digest of the arguments of this many bits
 _DIGEST_BITS = 56
 # while some ranks read or write files the others wait in rounds: the timeout divided by 8, at most 5 seconds each
 _ROUND_SHARE, _LONGEST_ROUND = 8, 5.0
 # seconds between two polls of an NCCL operation
 _POLL = 2e-5
+# what a rank says of such work in each round
+_BUSY, _DONE, _FAILED = range(3)
+_CLOSED = "it was closed, and only calls on this rank's own buffer still work"
 _OUT_OF_STEP = "an earlier call failed ({}); the ranks are out of step. Load a checkpoint in new processes"
 
 
@@ -63,43 +67,20 @@ class MessageFailed(RuntimeError):
     """An error that torch.distributed raised during an exchange between ranks."""
 
 
-class Message:
-    """An asynchronous operation of the group, and the tensor that it writes."""
-
-    def __init__(self, group: Group, work: Any, tensor: Tensor) -> None:
-        self._group, self._work, self._tensor = group, work, tensor
-
-    def wait(self, *, on_host: bool = False) -> Tensor:
-        """Return the tensor; later work on its device runs after the operation.
-
-        on_host: the host will read it: on CUDA wait for the operation, so that its failure is raised here.
-        """
-        with self._group.messages():
-            if not self._tensor.is_cuda:
-                self._work.wait(self._group.limit)
-            else:
-                # NCCL's wait ignores its timeout argument
-                deadline = time.monotonic() + self._group.timeout
-                while on_host and not self._work.is_completed():
-                    if time.monotonic() > deadline:
-                        raise RuntimeError("no answer came")
-                    time.sleep(_POLL)
-                self._work.wait()
-        return self._tensor
-
-
 class Group:
     """The ranks that share a buffer, and the messages between them.
 
-    An invalid device or timeout is raised by the first `agree`, on all ranks. Raises RuntimeError without
-    `torch.distributed`, ValueError on a rank outside of the group.
+    device: of the buffer, in any form that the buffers take.
+
+    An invalid timeout or device, or a group that cannot send from it, is raised by the first `agree`, on all ranks.
+    Raises RuntimeError without `torch.distributed`, ValueError on a rank outside of the group.
     """
 
     def __init__(self, group: Any, device: torch.device | str | None, timeout: object) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
-                "a ShardedReplayBuffer needs torch.distributed: start the program with torchrun and call "
-                "torch.distributed.init_process_group() first. On a single device use ReplayBuffer."
+                "a ShardedReplay needs torch.distributed: start the program with torchrun and call "
+                "torch.distributed.init_process_group() first. On a single device the buffer alone is enough."
             )
         world = dist.group.WORLD if group is None else group
         if dist.get_rank(world) < 0:
@@ -112,17 +93,22 @@ class Group:
         config = str(dist.get_backend_config(world))
         # raised by the next `agree`
         self._wrong: list[Exception] = []
+        self.timeout, self.device, self._backend = 60.0, torch.device("cpu"), "gloo"
         try:
             self.timeout = check_float("timeout", timeout, 1e-3, 1e9)
-            self.device, self._backend = device_and_backend(config, device)
+            self.device = check_device(device)
+            self._backend = "nccl" if self.device.type == "cuda" else "gloo"
+            if self._backend not in config:
+                raise ValueError(
+                    f"buffers on {str(device)!r} need a process group with {self._backend}; found {config!r}. Call "
+                    f"init_process_group({self._backend!r}), or without a backend for both."
+                )
         except Exception as error:
             self._wrong.append(error)
-            self.timeout = 60.0
-            self.device, self._backend = device_and_backend(config, None)
         self.limit = timedelta(seconds=self.timeout)
         self._group, self._owned = world, False
         # a group with gloo can exchange the error even if the ranks' devices differ
-        self._place = torch.device("cpu") if "gloo" in config else self.device
+        self._place = torch.device("cpu") if "gloo" in config else torch.device("cuda", torch.cuda.current_device())
         self._unchecked: Tensor | None = None
 
     def adopt_group(self) -> None:
@@ -136,22 +122,21 @@ class Group:
             self._owned = True
         self._place = self.device
 
-    @property
-    def works(self) -> bool:
-        """Whether it was neither closed nor fell out of step."""
-        return self._failed is None
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Held by one call at a time."""
-        return self._lock
-
     def close(self) -> None:
-        """Release the process group; calls that need it raise RuntimeError from then on."""
-        with self.lock:
-            if self._failed is None:
-                self._failed = "the buffer was closed, and only calls that concern this rank's own shard still work"
-                if self._owned:
+        """Release the process group on all ranks; calls that need it raise RuntimeError from then on.
+
+        After a failure it sends nothing, and closing again changes nothing.
+        """
+        with self._lock:
+            try:
+                if self._failed is None:
+                    with self.call("close"):
+                        self.agree("close", lambda: ({}, None))
+                        self._failed = _CLOSED
+            finally:
+                # not where the ranks made different calls, after which they go on
+                if self._failed is not None and self._owned:
+                    self._owned = False
                     dist.destroy_process_group(self._group)
 
     # calls
@@ -162,7 +147,7 @@ class Group:
 
         After an error that only this rank raised, it is out of step with the others and refuses every further call.
         """
-        with self.lock:
+        with self._lock:
             if self._failed is not None:
                 raise RuntimeError(f"{name}: {self._failed}.")
             try:
@@ -192,9 +177,9 @@ class Group:
     def agree(
         self, name: str, prepare: Callable[[], Contribution], *, late: bool = False, unread: bool = False
     ) -> Tensor:
-        """Send the first message of a call; return the numbers of all ranks, (R, max(20, R)) int64.
+        """Send the first message of a call; return the numbers of all ranks, (R, 3) int64.
 
-        prepare: checks this rank's arguments; what it changes must be undone if CollectiveError is raised.
+        prepare: checks this rank's arguments and prepares the call; it changes nothing, as any rank may refuse.
         late:    some ranks may go on without reading the table, so the text of an error is not exchanged.
         unread:  the host does not read the table in this call; the next call that reads one raises the error.
 
@@ -216,17 +201,18 @@ class Group:
         unread = unread and not errors
         digest = int.from_bytes(blake2b(text.encode(), digest_size=_DIGEST_BITS // 8).digest(), "little")
         head = (2 * CALLS.index(name) + bool(errors) << _DIGEST_BITS) + digest
-        row = torch.zeros(row_length(self.size), dtype=torch.int64, device=self._place)
+        row = torch.zeros(1 + NUMBERS, dtype=torch.int64, device=self._place)
         row[0] = head
         if numbers is not None:
-            row[1 : 1 + numbers.numel()] = numbers
-        table = self.all_gather(row).wait(on_host=not unread)
-        heads = table[:, 0]
+            row[1:] = numbers
+        table = self.all_gather(row, on_host=not unread)
         if unread:
-            other = (heads != head).any()
+            other = (table[:, :2] != row[:2]).any()
             self._unchecked = other if self._unchecked is None else self._unchecked | other
-        elif errors or heads.tolist() != [head] * self.size:
-            raise CollectiveError(self._refusal(name, heads.tolist(), text, errors.pop() if errors else None, late))
+        elif errors or (table[:, :2] != row[:2]).any():
+            raise CollectiveError(
+                self._refusal(name, table[:, 0].tolist(), text, errors.pop() if errors else None, late)
+            )
         return table[:, 1:]
 
     def _refusal(self, name: str, heads: list[int], text: str, error: Exception | None, late: bool) -> Exception:
@@ -243,6 +229,8 @@ class Group:
         answers = [json.loads(each) for each in ([own] * self.size if late else self.all_gather_text(own))]
         if error is not None:
             return error
+        if heads == [heads[0]] * self.size:
+            return ValueError(f"{name}: ranks have another beta, as their buffers were not sampled equally often.")
         failed = [bool(head >> _DIGEST_BITS & 1) for head in heads]
         wrong = next(rank for rank, head in enumerate(heads) if failed[rank] or head != heads[0])
         if failed[wrong]:
@@ -255,38 +243,40 @@ class Group:
 
     # messages
 
-    def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> Message:
-        """Start to replace the tensor by the sum, or the maximum, over all ranks."""
-        kind = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        with self.messages():
-            return Message(self, dist.all_reduce(tensor, kind, group=self._group, async_op=True), tensor)
+    def all_gather(self, row: Tensor, *, on_host: bool = True) -> Tensor:
+        """Gather the (K,) rows of all ranks into an (R, K) table; later work on its device runs after that.
 
-    def all_gather(self, row: Tensor) -> Message:
-        """Start to gather the (K,) rows of all ranks into an (R, K) table."""
+        on_host: the host will read it: on CUDA wait for the operation, so that its failure is raised here.
+        """
         table = torch.empty((self.size, *row.shape), dtype=row.dtype, device=row.device)
         with self.messages():
-            return Message(self, dist.all_gather(list(table), row, group=self._group, async_op=True), table)
-
-    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Exchange rows: `sent[r]` of the given rows go to rank r, in order; returns `received[r]` rows from each."""
-        out = torch.empty((sum(received), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
-        with self.messages():
-            work = dist.all_to_all_single(out, rows, list(received), list(sent), group=self._group, async_op=True)
-        return Message(self, work, out).wait(on_host=True)
+            work = dist.all_gather(list(table), row, group=self._group, async_op=True)
+            if not row.is_cuda:
+                work.wait(self.limit)
+            else:
+                # NCCL's wait ignores its timeout argument
+                deadline = time.monotonic() + self.timeout
+                while on_host and not work.is_completed():
+                    if time.monotonic() > deadline:
+                        raise RuntimeError("no answer came")
+                    time.sleep(_POLL)
+                work.wait()
+        return table
 
     def all_gather_text(self, text: str) -> list[str]:
         """Exchange a text; returns the texts of all ranks, in the order of ranks."""
         data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        lengths = self.all_gather(torch.tensor([len(data)], device=self._place)).wait(on_host=True).view(-1).tolist()
+        lengths = self.all_gather(torch.tensor([len(data)], device=self._place)).view(-1).tolist()
         row = torch.nn.functional.pad(data, (0, max(lengths) - len(data))).to(self._place)
-        table = self.all_gather(row).wait(on_host=True).cpu()
+        table = self.all_gather(row).cpu()
         return [bytes(row[:length].numpy()).decode().strip() for row, length in zip(table, lengths, strict=True)]
 
     def run_on_all(self, work: Callable[[], Result], name: str) -> Result:
         """Run work of unknown duration, such as writing files, on every rank; returns when all ranks have finished.
 
         Meanwhile the ranks exchange a message in each round, so that a rank that dies is noticed within the timeout,
-        while a slow one is waited for. If the work raises on one rank, all ranks raise.
+        while a slow one is waited for. If the work raises on one rank, all ranks raise. Nothing is sent after the round
+        in which the last rank said that its work is done.
         """
         results: list[Result] = []
         errors: list[BaseException] = []
@@ -300,12 +290,12 @@ class Group:
             except BaseException as error:
                 errors.append(error)
 
-        pause, done, threads = min(_LONGEST_ROUND, self.timeout / _ROUND_SHARE), 0, Threads()
+        pause, threads, said = min(_LONGEST_ROUND, self.timeout / _ROUND_SHARE), Threads(), [_BUSY]
         try:
             threads.start(run)
-            while done < self.size:
-                finished = torch.tensor(int(threads.wait(pause)), device=self.device)
-                done = int(self.all_reduce(finished).wait(on_host=True))
+            while _BUSY in said:
+                own = _BUSY if not threads.wait(pause) else _FAILED if errors else _DONE
+                said = self.all_gather(torch.tensor([own], device=self._place)).view(-1).tolist()
         finally:
             threads.wait()
 
@@ -314,33 +304,6 @@ class Group:
                 raise errors.pop()
             return {}, None
 
-        self.agree(name, ended)
+        if _FAILED in said:
+            self.agree(name, ended)
         return results[0]
-
-
-def row_length(ranks: int) -> int:
-    """The number of int64 values that a rank sends when a call begins."""
-    return 1 + max(_NUMBERS, ranks)
-
-
-def device_and_backend(config: str, device: torch.device | str | None) -> tuple[torch.device, str]:
-    """The device of a shard, and the backend that sends its tensors.
-
-    config: of the process group, as `torch.distributed.get_backend_config` returns it: "cpu:gloo,cuda:nccl".
-    device: None is the GPU of this process's local rank if the group has NCCL, else the CPU.
-    Raises ValueError if the group has no backend for the device.
-    """
-    has_nccl = "nccl" in config and torch.cuda.is_available()
-    if device is None:
-        if has_nccl:
-            local = dist.get_node_local_rank(fallback_rank=dist.get_rank() % torch.cuda.device_count())
-            return torch.device("cuda", local), "nccl"
-        device = "cpu"
-    resolved = check_device(device)
-    backend = "nccl" if resolved.type == "cuda" else "gloo"
-    if backend not in config:
-        raise ValueError(
-            f"shards on {str(resolved)!r} need a process group with {backend}; found {config!r}. Call "
-            f"init_process_group({backend!r}), or without a backend for both."
-        )
-    return resolved, backend

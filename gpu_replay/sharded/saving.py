@@ -1,64 +1,152 @@
-"""Saving and loading the shards of all ranks as one checkpoint."""
+"""The checkpoints of all ranks' buffers as one set, so that a crash at any moment leaves the old set or the new one.
+
+    ranks.json      names the folder in force and the checksum of each rank's manifest; replaced in one atomic rename
+    save-3/rank0/   the checkpoint of rank 0's buffer, as its own `save` writes it, and so on
+
+Each save goes to a new folder, in which the files of the one before are linked first (where the file system has hard
+links), so that shards whose rows have not changed are neither written again nor stored twice. The folders of all ranks
+are there before one is written to: so a first set, whose ranks died before `ranks.json` was written, is known to be
+whole if each of them holds a checkpoint.
+"""
 
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+import os
+import re
+import shutil
+from contextlib import ExitStack, suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
-from gpu_replay.checkpoint.format import SHARD_BYTES, write_shards, writing
-from gpu_replay.checkpoint.joint import BufferCheckpoint, Share, name_of
-from gpu_replay.checkpoint.manifest import described, shards_from, write_manifest
-from gpu_replay.checkpoint.shards import check_length, split_into_shards, synchronize
-from gpu_replay.checkpoint.state import VERSION
+from gpu_replay.base.buffer import Buffer
+from gpu_replay.checkpoint.fsync import replace, save_lock, sync_file, sync_folder
+from gpu_replay.checkpoint.manifest import MANIFEST, RANKS, check_version, read_manifest
+from gpu_replay.checkpoint.opened import BufferCheckpoint
 from gpu_replay.errors import CheckpointError
-from gpu_replay.sharded.group import Contribution, Group
-from gpu_replay.sharded.shard import Shard
+from gpu_replay.sharded.group import CollectiveError, Contribution, Group
 from gpu_replay.validation import check_path
 
+VERSION = 1
+_FOLDER = re.compile(r"save-(\d+)")
 
-def save(group: Group, shard: Shard, path: str | PathLike[str], config: dict[str, Any], seed: int) -> None:
-    """Write the checkpoint of all ranks: rank 0 makes the folder, each writes its files, rank 0 writes the manifest."""
-    name, state = "save", shard._buffer_state()
+
+def read_set(path: str | PathLike[str]) -> tuple[Path, list[str]]:
+    """The folder in force and the SHA-256 of each rank's manifest. Raises CheckpointError for anything else."""
+    target = Path(os.path.realpath(check_path("path", path)))
+    if not (target / RANKS).exists():
+        return _first_set(target)
+    try:
+        said = json.loads((target / RANKS).read_bytes())
+        check_version(f"{target / RANKS} has version", said["version"], VERSION)
+        if not _FOLDER.fullmatch(said["folder"]) or not said["parts"]:
+            raise ValueError("it names no folder or no parts")
+        return target / said["folder"], [str(each) for each in said["parts"]]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{target / RANKS} is damaged: {error}.") from error
+
+
+def _first_set(target: Path) -> tuple[Path, list[str]]:
+    """The only set, if all ranks have written their parts of it, though a rank died before it was put in force."""
+    if (target / MANIFEST).exists():
+        kind = BufferCheckpoint(target).config["kind"]
+        raise CheckpointError(f"{target} is the checkpoint of one {kind}; load it with {kind}.load.")
+    folders = list(target.glob("save-*"))
+    if len(folders) != 1:
+        raise CheckpointError(f"{target} is no checkpoint of ranks: {RANKS} is missing.")
+    count = max(1, len(list(folders[0].glob("rank[0-9]*"))))
+    parts = [part_of(folders[0], rank) for rank in range(count)]
+    if missing := [part for part in parts if not (part / MANIFEST).is_file()]:
+        raise CheckpointError(
+            f"{target} holds no set of all ranks: its first save did not end, and {missing[0]} is not complete."
+        )
+    return folders[0], [read_manifest(part).sha256 for part in parts]
+
+
+def part_of(folder: Path, rank: int) -> Path:
+    """The folder of a rank's own checkpoint."""
+    return folder / f"rank{rank}"
+
+
+def _new_set(target: Path, ranks: int) -> Path:
+    """A folder for a set of so many ranks, with one for each of them; of others only that in force stays."""
+    if other := [name for name in os.listdir(target) if name != RANKS and not _FOLDER.fullmatch(name)]:
+        raise CheckpointError(f"{target} is not a checkpoint of ranks: it holds {other[0]}. Nothing was written.")
+    if not (target / RANKS).exists():
+        with suppress(CheckpointError):
+            _put_in_force(target, *_first_set(target))
+    folder = target / f"save-{_remove_others(target) + 1}"
+    for rank in range(ranks):
+        part_of(folder, rank).mkdir(parents=True)
+    sync_folder(folder)
+    return folder
+
+
+def _remove_others(target: Path) -> int:
+    """Remove all folders but that in force, whose number is returned; -1 without one."""
+    kept = read_set(target)[0].name if (target / RANKS).exists() else "save--1"
+    for name in os.listdir(target):
+        if _FOLDER.fullmatch(name) and name != kept:
+            shutil.rmtree(target / name, ignore_errors=True)
+    return int(kept.removeprefix("save-"))
+
+
+def _write_part(target: Path, folder: Path, rank: int, buffer: Buffer) -> None:
+    """Save the buffer of a rank."""
+    part = part_of(folder, rank)
+    if not part.is_dir():
+        raise CheckpointError(f"all ranks need the same file system; rank {rank} does not see {part}.")
+    with suppress(CheckpointError, OSError):
+        for file in sorted(part_of(read_set(target)[0], rank).iterdir()):
+            os.link(file, part / file.name)
+    buffer.save(part)
+
+
+def _put_in_force(target: Path, folder: Path, parts: list[str]) -> None:
+    """Let a set, whose parts have these checksums, be the one that is loaded."""
+    sync_folder(folder)
+
+    def write(path: Path) -> None:
+        with open(path, "x", encoding="utf-8") as out:
+            json.dump({"version": VERSION, "folder": folder.name, "parts": parts}, out, indent=1)
+            sync_file(out)
+
+    replace(target / RANKS, write, partial=folder / RANKS)
+    sync_folder(target)
+
+
+def save(group: Group, buffer: Buffer, path: str | PathLike[str]) -> None:
+    """Rank 0 makes the folders, each rank writes its checkpoint, rank 0 puts the set in force."""
     with ExitStack() as stack:
-        folder = ""
+        target = folder = Path()
+        made = False
 
         def room() -> Contribution:
-            nonlocal folder
+            nonlocal target, folder, made
+            checked = check_path("path", path)
             if group.rank == 0:
-                folder = str(stack.enter_context(writing(path))[0])
-            return {"path": str(check_path("path", path))}, None
-
-        group.agree(name, room)
-        place, counters = Path(group.all_gather_text(folder)[0]), state.lasting()
-
-        def write() -> str:
-            views = {name_of(group.rank, each): view for each, view in state.views(counters["ADDED"]).items()}
-            plan = split_into_shards(views, SHARD_BYTES)
-            synchronize(views.values())
-            return json.dumps([counters, described(write_shards(place, plan, views))])
-
-        answers = [json.loads(each) for each in group.all_gather_text(group.run_on_all(write, name))]
+                target = Path(os.path.realpath(checked))
+                made = not target.exists()
+                target.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(save_lock(target, target))
+                folder = _new_set(target, group.size)
+            return {"path": str(checked)}, None
 
         def finish() -> Contribution:
             if group.rank == 0:
-                shards = [shard for _, each in answers for shard in shards_from(each)]
-                try:
-                    for each in shards:
-                        check_length(place, each)
-                except CheckpointError as error:
-                    raise CheckpointError(f"all ranks need the same file system; rank 0 does not see {error}") from None
-                manifest = {"version": VERSION, "settings": config, "seed": seed, "counters": [c for c, _ in answers]}
-                write_manifest(place, manifest, shards)
-                stack.close()
+                parts = [read_manifest(part_of(folder, rank)).sha256 for rank in range(group.size)]
+                _put_in_force(target, folder, parts)
+                _remove_others(target)
             return {}, None
 
-        group.agree(name, finish)
-
-
-def fill(group: Group, shard: Shard, saved: BufferCheckpoint) -> None:
-    """Load each rank's part: its own saved state, or, on another number of ranks, rows dealt out by their keys."""
-    state, share = shard._buffer_state(), Share(group.size, group.rank, shard.capacity)
-    group.run_on_all(lambda: saved.restore(state, share, shard.seed), "load")
+        try:
+            group.agree("save", room)
+            place = Path(group.all_gather_text(str(folder))[0])
+            group.run_on_all(lambda: _write_part(place.parent, place, group.rank, buffer), "save")
+            group.agree("save", finish)
+        except CollectiveError:
+            # all ranks raise it, so none is still writing, as one may be where another has died
+            if folder != Path() and _remove_others(target) < 0 and made:
+                with suppress(OSError):
+                    target.rmdir()
+            raise

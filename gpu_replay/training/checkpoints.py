@@ -117,8 +117,10 @@ def save_run(
             with team.together():
                 if team.rank == 0:
                     write_checkpoint(target / STATE, content, tensors)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
+        except (OSError, CheckpointError):
+            # all ranks know it, and none has the whole; where one died meanwhile, the checkpoint may be complete
+            if not (target / STATE / MANIFEST).is_file():
+                shutil.rmtree(part, ignore_errors=True)
             raise
     for path in saved_steps(folder) if team.rank == 0 else ():
         if path != target:

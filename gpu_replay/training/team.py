@@ -1,9 +1,10 @@
 """Data-parallel training: ranks that `torchrun` started share one run, each with its own environments and replay.
 
 Settings describe all ranks together: environments, batches, capacity and warm-up are divided among them. Every rank
-samples from the steps of its own environments; gradients are averaged, so that all networks stay equal. Rank 0 alone
-evaluates and writes the files of the run; each rank writes its part of a checkpoint. When a rank dies, `torchrun`
-starts all of them again with the same command line, which then go on from the last checkpoint.
+samples from the steps of its own environments, with weights over those of all ranks; gradients are averaged, so that
+all networks stay equal. Rank 0 alone evaluates and writes the files of the run; each rank writes its part of a
+checkpoint. When a rank dies, `torchrun` starts all of them again with the same command line, which then go on from the
+last checkpoint.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gpu_replay.console.errors import UserError
-from gpu_replay.sharded.buffer import seed_of
 from gpu_replay.training.settings import Settings
 
 # what a rank can ask for after a step: to go on, to save, or to end the run for a reason; the most urgent last
@@ -59,7 +60,10 @@ class Team:
 
     def seed(self, seed: int) -> int:
         """The seed of this rank's environments, exploration and replay."""
-        return seed_of(seed, self.rank)
+        if self.rank == 0:
+            return seed
+        words = np.random.SeedSequence((seed % 2**64, self.rank)).generate_state(1, np.uint64)
+        return int(words[0] >> np.uint64(1))
 
     def average(self, weights: Sequence[Tensor]) -> None:
         """Make the gradients of these weights their mean over all ranks, by one all-reduce."""

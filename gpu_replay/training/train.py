@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from gpu_replay import Batch, LinearSchedule, TrajectoryReplayBuffer
+from gpu_replay import Batch, LinearSchedule, ShardedReplay, TrajectoryReplayBuffer
 from gpu_replay.console.clock import working_seconds
 from gpu_replay.console.interrupt import Stopped, StopRequest
 from gpu_replay.console.seeds import stream_seed
@@ -139,6 +139,8 @@ class Trainer:
         seed = team.seed(seed)
         self.settings, self.device, self.environment, self.evaluator = settings, device, environment, evaluator
         self.buffer, self.fleet = buffer, fleet
+        # of several ranks with weights over the steps of all; they wait while rank 0 evaluates
+        self._replay = buffer if team.size == 1 else ShardedReplay(buffer, timeout=1_800.0)
         self.watch, self._seed, self._team = Stopwatch(device), seed, team
         self.agent = Agent(network, settings, device, count, stream_seed(seed, "actions"), team.average)
         self._beta = beta_schedule(team.settings)
@@ -295,7 +297,7 @@ class Trainer:
         """Make the updates of one step of all environments."""
         for _ in range(self._draws):
             if not self._replayed("the learning step"):
-                self._learn_from(self.buffer.sample(self._draw_size))
+                self._learn_from(self._replay.sample(self._draw_size))
 
     def _learn_from(self, batch: Batch) -> None:
         """Make the updates that share one sampled batch, and the targets of all of them.

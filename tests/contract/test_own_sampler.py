@@ -1,6 +1,6 @@
 """A sampler of a user's own: one class outside the package, which both buffers on a CPU draw by, count and save.
 
-Shards refuse it, and so does a device, where it has no kernel.
+A device refuses it, where it has no kernel.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from devices import host_only, statistical
 from distribution import check_counts
 from interpreted import kernel_device as kernel_device
 from pairs import RENEWED
-from places import FIELDS, given, live, make
+from places import given, live, make
 from refusals import whole_state
 from test_distributions import lived
 from tolerances import close
 from transitions import same
 
-from gpu_replay import CheckpointError, Combined, Field, Proportional, ReplayBuffer, ShardedReplayBuffer, Uniform
+from gpu_replay import CheckpointError, Combined, Field, Proportional, ReplayBuffer, ShardedReplay, Uniform
 from gpu_replay.samplers import BaseSampler, LinearSchedule, Sampler
 
 pytestmark = pytest.mark.contract
@@ -279,12 +279,13 @@ def alone() -> Iterator[None]:
 
 @host_only
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
-@pytest.mark.parametrize("mode", ["local", "global"])
 @pytest.mark.usefixtures("alone")
-def test_shards_refuse_it(mode: Any) -> None:
-    for sampler in (Recent(7), Combined(Recent(7))):
-        with pytest.raises(ValueError, match=rf'mode="{mode}" cannot draw by .*Recent\(window=7\).*; use Uniform or'):
-            ShardedReplayBuffer(10, FIELDS, sampler=sampler, mode=mode, device="cpu")
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_ranks_draw_by_it(kind: str) -> None:
+    buffer, alone = used(kind, Recent(7)), used(kind, Recent(7))
+    shard = ShardedReplay(buffer)
+    same(alone.sample(5), shard.sample(5))
+    shard.close()
 
 
 @pytest.mark.parametrize("kind", BUFFERS)

@@ -366,7 +366,7 @@ class TestHost:
     def test_an_interrupt_of_ranks_that_work_together_leaves_no_thread_behind(self) -> None:
         def work() -> int:
             torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-            group = Group(None, "cpu", 20.0)
+            group = Group(None, torch.device("cpu"), 20.0)
 
             def together() -> None:
                 assert group.run_on_all(lambda: 7, "save") == 7

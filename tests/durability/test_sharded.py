@@ -1,9 +1,11 @@
-"""`ShardedReplayBuffer` on several ranks: draws, weights, updates, errors, checkpoints, messages, dead ranks."""
+"""`ShardedReplay` on several ranks: weights, errors, checkpoints, messages, dead ranks."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
+import json
 import math
 import os
 import random
@@ -12,81 +14,85 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from devices import thinned
-from model import UNIT, Drawn, Model, RowModel
+from model import Drawn, RowModel
 from programs import SAMPLERS, numbers
 from ranks import Gone, Raised, Ranks, ranks_of
+from refusals import whole_state
 from tolerances import close
 
 from gpu_replay import (
     CheckpointError,
     Field,
-    Latest,
     LinearSchedule,
     Proportional,
     RankBased,
     ReplayBuffer,
-    ShardedReplayBuffer,
+    ShardedReplay,
     TrajectoryReplayBuffer,
+    Uniform,
 )
-from gpu_replay.sharded.buffer import seed_of
+from gpu_replay.base.inspection import of_checkpoint
+from gpu_replay.checkpoint.format import write_checkpoint
+from gpu_replay.samplers import BaseSampler
+from gpu_replay.sharded import saving
 from gpu_replay.sharded.group import Group
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
-# what a row holds follows from its global key, so that rows can be told from each other wherever they are
-FIELDS = {
-    "number": Field((), torch.int64),
-    "image": Field((2, 3), torch.uint8, torch.float32, 1 / 255),
-    "half": Field((3,), torch.bfloat16),
-    "flag": Field((), torch.bool),
-}
+FIELDS = {"number": Field((), torch.int64), "flag": Field((), torch.bool)}
 BATCH = 3
 # what each rank does in each round
 Rounds = list[list[dict[str, Any]]]
 
 
+@dataclass(frozen=True)
+class Newer(BaseSampler):
+    """A sampler of one's own: the newer half is three times as likely."""
+
+    beta: float = 0.5
+
+    def places(self, total: int, rows: int, random: Any) -> np.ndarray:
+        chances = self.chances(np.arange(total), total)
+        return np.searchsorted(chances.cumsum(), random.doubles(rows) * chances.sum()).clip(max=total - 1)
+
+    def chances(self, places: np.ndarray, total: int) -> np.ndarray:
+        shares = np.where(np.arange(total) >= total // 2, 3.0, 1.0)
+        return (shares / shares.sum())[places]
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with ranks_of(4) as found:
+    with ranks_of(3) as found:
         yield found
 
 
 # what ranks do
 
 
-def rows_of(keys: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The fields of these global keys, as they are stored."""
-    return {
-        "number": keys * 7 + 1,
-        "image": (keys[:, None, None] + torch.arange(6).view(2, 3)).remainder(256).to(torch.uint8),
-        "half": (keys[:, None] % 50 + torch.arange(3)).to(torch.bfloat16),
-        "flag": keys % 3 == 0,
-    }
+def made(group: Any, timeout: float = 20, **settings: Any) -> ShardedReplay:
+    given = {"capacity": 12, "fields": FIELDS, "sampler": Proportional(), "device": "cpu"} | settings
+    return ShardedReplay(ReplayBuffer(**{"seed": dist.get_rank(group), **given}), group, timeout)
 
 
-def made(group: Any, **settings: Any) -> ShardedReplayBuffer:
-    given = {"capacity": 24, "fields": FIELDS, "timeout": 20, "sampler": Proportional()} | settings
-    return ShardedReplayBuffer(**given, group=group)
-
-
-def add_rows(buffer: ShardedReplayBuffer, rows: int, first: int = 0, priority: Any = None) -> None:
+def add_rows(shard: ShardedReplay, rows: int, first: int = 0, priority: Any = None) -> None:
     """Add rows of this rank, which has added so many before."""
-    keys = torch.arange(first, first + rows) * buffer.ranks + buffer.rank
-    assert torch.equal(buffer.add(**rows_of(keys), priority=priority).cpu(), keys)
+    keys = torch.arange(first, first + rows)
+    assert torch.equal(shard.add(number=keys * 8 + shard.rank, flag=keys % 2 == 0, priority=priority), keys)
 
 
-def batch_of(batch: Any) -> dict[str, Any]:
-    """What a rank can send: the numbers of a batch, whose rows are those that their keys say."""
-    stored = rows_of(batch.key.cpu()) | {"image": rows_of(batch.key.cpu())["image"].float().mul_(1 / 255)}
-    assert all(torch.equal(batch[name].cpu(), rows) for name, rows in stored.items())
+def batch_of(shard: ShardedReplay, batch: Any) -> dict[str, Any]:
+    """What a rank can send: the numbers of a batch, whose rows are its own."""
+    assert torch.equal(batch.number, batch.key * 8 + shard.rank)
     names = ("key", "probability", "weight")
     assert [batch[name].dtype for name in names] == [torch.int64, torch.float32, torch.float32]
     return {name: batch[name].tolist() for name in names}
@@ -101,165 +107,121 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str]:
     return "nothing", ""
 
 
-def life(group: Any, case: str, capacity: int, rounds: Rounds, path: str) -> list[dict[str, Any]]:
-    """A buffer that adds, samples and updates, also rows of other ranks, is cleared, saved and loaded; what it says of
-    itself after each round.
+def life(group: Any, name: str, slots: int, rounds: Rounds, path: str) -> list[dict[str, Any]]:
+    """A memory that adds, samples and updates, is cleared, saved and loaded; what it says of itself after each round.
 
     rounds: for each, what every rank does.
     """
-    mode, name = case.split()
-    buffer = made(group, capacity=capacity, sampler=SAMPLERS[name], mode=mode, seed=11)
+    shard = made(group, capacity=slots, sampler=SAMPLERS[name])
     found, added = [], 0
-    assert vars(buffer.stats()) == pytest.approx(vars(ReplayBuffer(1, FIELDS).stats()), nan_ok=True)
-    for each in (of_all[buffer.rank] for of_all in rounds):
+    assert vars(shard.global_stats()) == pytest.approx(vars(shard.stats()), nan_ok=True)
+    for each in (of_all[shard.rank] for of_all in rounds):
         if each["clear"]:
-            buffer.clear()
-            assert (len(buffer), bool(buffer)) == (0, False)
+            shard.clear()
+            assert len(shard) == 0
         if each["rows"]:
-            add_rows(buffer, each["rows"], added, each["priority"])
+            add_rows(shard, each["rows"], added, each["priority"])
         added += each["rows"]
-        drawn = batch_of(buffer.sample(BATCH))
-        buffer.update_priorities(*each["update"])
+        drawn = batch_of(shard, shard.sample(BATCH))
+        shard.update_priorities(*each["update"])
         if each["save"]:
-            buffer.save(path)
-            buffer.close()
-            buffer = ShardedReplayBuffer.load(path, group=group, timeout=20)
-            assert (buffer.mode, buffer.sampler, buffer.capacity % buffer.ranks) == (mode, SAMPLERS[name], 0)
-        keys = buffer.keys().tolist()
-        assert torch.equal(buffer[keys].number.cpu(), rows_of(torch.tensor(keys))["number"])
-        assert [key in buffer for key in (-1, keys[-1], keys[-1] + buffer.ranks)] == [False, True, False]
-        found.append({"drawn": drawn, "keys": keys, "stats": vars(buffer.stats()), "len": len(buffer)})
-        if isinstance(getattr(buffer.sampler, "base", buffer.sampler), Proportional | RankBased):
-            found[-1]["priorities"] = buffer.priorities(keys).tolist()
-    buffer.close()
+            shard.save(path)
+            shard.close()
+            shard = ShardedReplay.load(path, "cpu", group=group, timeout=20)
+            assert (shard.buffer.sampler, shard.buffer.capacity) == (SAMPLERS[name], slots)
+        keys = shard.keys().tolist()
+        assert [key in shard for key in (-1, keys[-1], keys[-1] + 1)] == [False, True, False]
+        assert len(shard) == len(keys) == shard.stats().size
+        found.append({"drawn": drawn, "keys": keys, "stats": vars(shard.global_stats())})
+    shard.close()
     return found
 
 
-# draws
+# draws, against a model of every rank
 
 
-class Whole(Model):
-    """A model for each shard, and one buffer with the slots of all of them, rank after rank.
+class Whole:
+    """A model of every rank's buffer, and of the weights over all of them."""
 
-    A key of the whole is such a slot; `key_at` says which transition is there.
-    """
+    def __init__(self, name: str, slots: int, ranks: int) -> None:
+        self.parts = [RowModel(slots, SAMPLERS[name], seed=rank) for rank in range(ranks)]
+        self.base, self.by_mass = self.parts[0].base, self.parts[0].by_mass
 
-    def __init__(self, case: str, slots: int, ranks: int) -> None:
-        mode, name = case.split()
-        super().__init__(slots * ranks, SAMPLERS[name], seed=11)
-        self.local, self.last, self.newest, self.slots, self.ranks = mode == "local", self.newest, 0, slots, ranks
-        self.shards = [RowModel(slots, SAMPLERS[name], seed_of(11, rank)) for rank in range(ranks)]
-
-    def eligible(self) -> list[int]:
-        return sorted(self.held)
-
-    live = eligible  # type: ignore[assignment]
-
-    def look(self) -> None:
-        """See what the shards hold by now; each knows the largest priority that any was given."""
-        known = [shard.running for shard in self.shards if shard.running is not None]
-        self.held, self.key_at = {}, {}
-        for rank, shard in enumerate(self.shards):
-            shard.running = max(known, default=None)
-            for key, priority in shard.held.items():
-                place = rank * self.slots + key % self.slots
-                self.held[place], self.key_at[place] = priority, key * self.ranks + rank
-                self.times[place] = shard.times[key]
-        self.added, self.stale = (sum(getattr(shard, name) for shard in self.shards) for name in ("added", "stale"))
-
-    def parts(self) -> list[float]:
-        """The share of each shard in all masses, or of all transitions."""
-        sizes = [sum(map(shard.mass, shard.held)) if self.by_mass else len(shard.held) for shard in self.shards]
+    def share(self) -> list[float]:
+        sizes = [sum(map(part.mass, part.held)) if self.by_mass else len(part.held) for part in self.parts]
         return [size / sum(sizes) for size in sizes]
 
-    def shares(self) -> dict[int, float]:
-        return {
-            rank * self.slots + key % self.slots: part * share
-            for rank, (part, shard) in enumerate(zip(self.parts(), self.shards, strict=True))
-            for key, share in shard.shares().items()
-        }
-
-    def add(self, plays: list[dict[str, Any]]) -> None:
-        for shard, play in zip(self.shards, plays, strict=True):
-            if play["clear"]:
-                shard.clear()
-            if play["rows"]:
-                shard.add(play["rows"], play["priority"])
-        self.look()
-
-    def update_all(self, plays: list[dict[str, Any]]) -> None:
-        """What the ranks are told, in their order: of a key that is repeated the last priority counts."""
-        told = [pair for play in plays for pair in zip(*play["update"], strict=True)]
-        for rank, shard in enumerate(self.shards):
-            mine = [(key // self.ranks, priority) for key, priority in told if key % self.ranks == rank]
-            shard.update([key for key, _ in mine], [priority for _, priority in mine])
-        self.look()
-
-    def sample_all(self) -> list[Drawn]:
-        """The rows of each rank."""
+    def sample(self) -> list[Drawn]:
         beta = getattr(self.base, "beta", 0.0)
-        beta = beta(self.samples) if isinstance(beta, LinearSchedule) else beta
-        return self._sample_local(beta) if self.local else self._sample_global()
-
-    def _sample_global(self) -> list[Drawn]:
-        count = BATCH * self.ranks
-        newest = count if isinstance(self.base, Latest) else self.last
-        drawn = self.draw(count - newest) if count > newest else Drawn([], [], [])
-        latest = sorted(self.key_at.values())[len(self.held) - newest :]
-        keys, sure = [self.key_at[place] for place in drawn.keys] + latest, [1.0] * newest
-        for key in keys:
-            self.shards[key % self.ranks].times[key // self.ranks] += 1
-        rows = (keys, drawn.probability + sure, drawn.weight + sure)
-        return [Drawn(*(each[first : first + BATCH] for each in rows)) for first in range(0, count, BATCH)]
-
-    def _sample_local(self, beta: float) -> list[Drawn]:
-        self.samples += 1
-        chance = 0 if isinstance(self.base, Latest) else BATCH - self.last
-        weight = {
-            self.key_at[place]: self.parts()[place // self.slots] * (len(self.held) * share) ** -beta
-            for place, share in self.shares().items()
-        }
-        drawn = []
-        for rank, shard in enumerate(self.shards):
-            local = shard.draw(BATCH)
-            keys = [key * self.ranks + rank for key in local.keys]
-            probability = [each / self.ranks for each in local.probability[:chance]] + local.probability[chance:]
-            drawn.append(Drawn(keys, probability, local.weight))
-        seen = [key for rows in drawn for key in rows.keys[:chance]]
-        over = weight if getattr(self.base, "normalize", "batch") == "buffer" else seen
-        largest = max((weight[key] for key in over), default=1.0)
-        return [
-            rows._replace(weight=[weight[key] / largest for key in rows.keys[:chance]] + rows.weight[chance:])
-            for rows in drawn
+        beta = beta(self.parts[0].samples) if isinstance(beta, LinearSchedule) else beta
+        known, size = [each.running for each in self.parts if each.running is not None], sum(map(len, self.held()))
+        weights = [
+            {key: share * (size * share * mine) ** -beta for key, mine in part.shares().items()}
+            for part, share in zip(self.parts, self.share(), strict=True)
         ]
+        drawn = [part.draw(BATCH) for part in self.parts]
+        for part in self.parts:
+            part.running = max(known, default=None)
+        newest = [
+            BATCH if not hasattr(self.base, "beta") and part.sampler.newest_of(1) == 1 else part.newest
+            for part in self.parts
+        ]
+        chance = BATCH - (self.parts[0].sampler.newest_of(BATCH) if newest else 0)
+        seen = [of[key] for of, rows in zip(weights, drawn, strict=True) for key in rows.keys[:chance]]
+        if getattr(self.base, "normalize", "batch") == "buffer":
+            seen = [weight for of in weights for weight in of.values()]
+        largest = max(seen, default=1.0)
+        return [
+            Drawn(
+                rows.keys,
+                [each / len(self.parts) for each in rows.probability[:chance]] + rows.probability[chance:],
+                [of[key] / largest for key in rows.keys[:chance]] + rows.weight[chance:],
+            )
+            for of, rows in zip(weights, drawn, strict=True)
+        ]
+
+    def held(self) -> list[dict[int, float]]:
+        return [part.held for part in self.parts]
+
+    def check_stats(self, found: dict[str, float]) -> None:
+        shares = [
+            share * mine
+            for part, share in zip(self.parts, self.share(), strict=True)
+            for mine in part.shares().values()
+        ]
+        each = [part.stats() for part in self.parts]
+        size = sum(map(len, self.held()))
+        expected = {
+            "size": size,
+            "added": sum(part.added for part in self.parts),
+            "stale_updates": sum(part.stale for part in self.parts),
+            "entropy": -sum(share * math.log(share) for share in shares),
+            "effective_sample_size": 1 / sum(share**2 for share in shares),
+            "mean_age": sum(one["mean_age"] * one["size"] for one in each) / size,
+            "max_age": max(one["max_age"] for one in each),
+            "mean_times_sampled": sum(one["mean_times_sampled"] * one["size"] for one in each) / size,
+        }
+        for name, value in expected.items():
+            assert close([found[name]], [value], "statistic"), (name, found[name], value)
 
 
 def check_round(whole: Whole, plays: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
     """Compare what the ranks said after a round with what the models say."""
-    whole.add(plays)
-    for rank, expected in enumerate(whole.sample_all()):
+    for part, play in zip(whole.parts, plays, strict=True):
+        if play["clear"]:
+            part.clear()
+        if play["rows"]:
+            part.add(play["rows"], play["priority"])
+    for rank, expected in enumerate(whole.sample()):
         drawn = found[rank]["drawn"]
         assert drawn["key"] == expected.keys
         assert close(drawn["probability"], expected.probability, "probability")
-        assert close(drawn["weight"], expected.weight, "weight")
-    whole.look()
-    whole.update_all(plays)
-    for rank, (each, shard) in enumerate(zip(found, whole.shards, strict=True)):
-        assert each["keys"] == [key * whole.ranks + rank for key in shard.live()]
-        assert each["len"] == len(whole.held)
-        for name, value in whole.stats().items():
-            kind, told = "priority" if "priority" in name else "statistic", each["stats"][name]
-            assert close([told], [value], kind) or (math.isnan(told) and math.isnan(value)), name
-        if "priorities" in each:
-            seen = [shard.mass(key) / UNIT - whole.base.eps if whole.by_mass else shard.held[key] for key in shard.held]
-            assert close(each["priorities"], seen, "priority")
-
-
-def check_lives(ranks: Ranks, case: str, size: int, capacity: int, rounds: Rounds, path: Path) -> None:
-    """Compare what the ranks say in all rounds with what the models say."""
-    found, whole = ranks.run(size, life, case, capacity, rounds, str(path)), Whole(case, capacity // size, size)
-    for plays, one_round in zip(rounds, zip(*found, strict=True), strict=True):
-        check_round(whole, plays, list(one_round))
+        assert close(drawn["weight"], expected.weight, "weight"), (drawn["weight"], expected.weight)
+    for part, play in zip(whole.parts, plays, strict=True):
+        part.update(*play["update"])
+    for each, part in zip(found, whole.parts, strict=True):
+        assert each["keys"] == list(part.live())
+        whole.check_stats(each["stats"])
 
 
 def any_rounds(size: int, count: int, seed: int) -> Rounds:
@@ -270,8 +232,7 @@ def any_rounds(size: int, count: int, seed: int) -> Rounds:
         clear, save, plays = number > 1 and draw.random() < 0.2, number == 1 or draw.random() < 0.2, []
         for _ in range(size):
             rows = 5 if number == 0 or clear else draw.choice((0, 1, 2, 5, 9))
-            # any keys, wherever they live, and some that are gone or never were
-            keys = [draw.randrange(-3, 6 * size * (number + 1)) for _ in range(draw.randint(0, 9))]
+            keys = [draw.randrange(-3, 6 * (number + 1)) for _ in range(draw.randint(0, 9))]
             own = numbers(draw, rows, "wide") if rows and draw.random() < 0.3 else None
             plays.append({"clear": clear, "save": save, "rows": rows, "priority": own})
             plays[-1]["update"] = keys, numbers(draw, len(keys), "wide")
@@ -279,90 +240,214 @@ def any_rounds(size: int, count: int, seed: int) -> Rounds:
     return found
 
 
-# ranks of all shards would need a sort of all
-CASES = [f"local {name}" for name in SAMPLERS if name not in ("rank-independent", "combined-rank")]
-CASES += [f"global {name}" for name in SAMPLERS if "rank" not in name]
-
-
-@thinned("case, size", CASES, [1, 2, 3, 4])
-def test_ranks_together_are_what_one_buffer_is(ranks: Ranks, tmp_path: Path, case: str, size: int, full: bool) -> None:
+@thinned("name, size", SAMPLERS, [2, 3, 1], every=2)
+def test_rows_are_each_buffers_and_weights_those_of_the_whole(
+    ranks: Ranks, tmp_path: Path, name: str, size: int, full: bool
+) -> None:
     for seed in range(4 if full else 1):
-        # shards of 300 slots have several levels above the masses; 3 slots more than the ranks share
         slots = 300 if seed % 2 else 8
-        rounds = any_rounds(size, 12 if full else 4, seed + size)
-        check_lives(ranks, case, size, slots * size + size - 1, rounds, tmp_path / str(seed))
+        rounds = any_rounds(size, 12 if full else 3, seed + size)
+        found, whole = ranks.run(size, life, name, slots, rounds, str(tmp_path / str(seed))), Whole(name, slots, size)
+        for plays, one_round in zip(rounds, zip(*found, strict=True), strict=True):
+            check_round(whole, plays, list(one_round))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", ["local proportional", "global combined-proportional"])
-def test_a_rank_on_a_gpu_is_what_one_buffer_is(tmp_path: Path, case: str) -> None:
-    with ranks_of(1, "nccl") as found:
-        check_lives(found, case, 1, 20, any_rounds(1, 6, 1), tmp_path / "c")
+# against one real buffer that holds the rows of all ranks
+
+
+def trajectory(ranks: int, rank: int | None, sampler: Any, stack: int = 2) -> TrajectoryReplayBuffer:
+    """Two environments of this rank, or of all ranks; episodes end now and then."""
+    envs = [rank] if rank is not None else list(range(ranks))
+    fields = {"obs": Field((1,), torch.float32), "action": Field((), torch.int64), "number": Field((), torch.int64)}
+    settings = {
+        "n_step": 3,
+        "gamma": 0.9,
+        "stack": stack,
+        "sampler": sampler,
+        "device": "cpu",
+        "seed": len(envs) + envs[0],
+    }
+    buffer = TrajectoryReplayBuffer(2 * len(envs) * 16, 2 * len(envs), fields, **settings)
+    own = torch.tensor([2 * each + env for each in envs for env in (0, 1)])
+    for step in range(23):
+        number = step * 100 + own
+        ends = number % 7 == 0
+        given = {"obs": number.float()[:, None], "action": number, "number": number, "reward": number.float()}
+        keys = buffer.add(**given, terminated=ends, truncated=torch.zeros_like(ends))
+        buffer.update_priorities(keys, 0.1 + (number * 37 % 11).double())
+    oldest = buffer.keys()
+    stored = buffer.batches(len(oldest)).__next__()
+    buffer.update_priorities(oldest, 0.1 + (stored.number * 37 % 11).double())
+    return buffer
+
+
+def single(ranks: int, rank: int | None, sampler: Any, alike: bool = False) -> ReplayBuffer:
+    """Rows of this rank, more the larger it is, or those of all ranks; of equal masses if alike."""
+    rows = [
+        (each * 100 + row)
+        for each in range(ranks)
+        for row in range(5 if alike else 3 + 4 * each)
+        if rank in (None, each)
+    ]
+    buffer = ReplayBuffer(64, {"number": Field((), torch.int64)}, sampler=sampler, device="cpu", seed=rank or 0)
+    numbers = torch.tensor(rows)
+    buffer.add(number=numbers, priority=0.2 + (numbers % 100 if alike else numbers * 37 % 11).double())
+    return buffer
+
+
+KINDS: dict[str, Any] = {"rows": single, "alike": partial(single, alike=True), "steps": trajectory}
+Seen = dict[int, tuple[float, float]]
+OVER_BUFFER = {
+    "proportional": Proportional(normalize="buffer", stratified=False),
+    "flat": Proportional(alpha=0.0, normalize="buffer", beta=1.0),
+    "full": Proportional(alpha=1.0, beta=1.0, normalize="buffer", stratified=False),
+    "uniform": Uniform(replacement=True),
+}
+
+
+def seen_of(memory: Any, times: int) -> Seen:
+    """Probability and weight of every row that is drawn, by its number: they follow from the row alone."""
+    found: Seen = {}
+    for _ in range(times):
+        batch = memory.sample(2048)
+        told = np.stack([batch.probability.numpy(), batch.weight.numpy()], 1)
+        numbers, first, place = np.unique(batch.number.numpy(), return_index=True, return_inverse=True)
+        assert np.allclose(told, told[first[place]], rtol=1e-6, atol=0)
+        for number, both in zip(numbers.tolist(), told[first].tolist(), strict=True):
+            assert found.setdefault(number, tuple(both)) == pytest.approx(tuple(both), rel=1e-6)
+    return found
+
+
+def seen_by_rank(group: Any) -> dict[tuple[str, str], Seen]:
+    found = {}
+    for kind, name in itertools.product(KINDS, OVER_BUFFER):
+        buffer = KINDS[kind](dist.get_world_size(group), dist.get_rank(group), OVER_BUFFER[name])
+        shard = ShardedReplay(buffer, group, 20)
+        found[kind, name] = seen_of(shard, 8)
+        shard.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_the_expected_step_is_that_of_one_buffer(ranks: Ranks, size: int) -> None:
+    """Each row is enumerated: q(i) w(i) over all ranks is P(i) w(i) of one buffer, times one constant."""
+    shards = ranks.run(size, seen_by_rank)
+    for kind, name in itertools.product(KINDS, OVER_BUFFER):
+        one = seen_of(KINDS[kind](size, None, OVER_BUFFER[name]), 8 * size)
+        many = {number: told for each in shards for number, told in each[kind, name].items()}
+        assert many.keys() == one.keys(), (kind, name)
+        assert sum(probability for probability, _ in many.values()) == pytest.approx(1, rel=1e-5)
+        assert max(weight for _, weight in many.values()) == pytest.approx(1, rel=1e-6)
+        ratios = [math.prod(many[number]) / math.prod(one[number]) for number in one]
+        assert ratios == pytest.approx([ratios[0]] * len(ratios), rel=2e-6), (kind, name)
+        if kind == "alike":
+            assert [many[number] for number in one] == [pytest.approx(one[number], rel=2e-6) for number in one]
+
+
+SHARES = [*itertools.product(("rows", "steps"), (RankBased(), RankBased(normalize="buffer"), Newer()))]
+Told = tuple[int, dict[str, list[float]]]
+
+
+def by_rows(group: Any) -> list[Told]:
+    found = []
+    for kind, sampler in SHARES:
+        shard = ShardedReplay(KINDS[kind](3, dist.get_rank(group), sampler), group, 20)
+        batch = shard.sample(256)
+        told = {name: batch[name].tolist() for name in ("probability", "weight")}
+        found.append((shard.stats().eligible, told))
+        shard.close()
+    return found
+
+
+def test_a_buffer_without_masses_has_the_share_of_its_rows(ranks: Ranks) -> None:
+    by_rank: list[list[Told]] = ranks.run(3, by_rows)
+    for (_, sampler), found in zip(SHARES, zip(*by_rank, strict=True), strict=True):
+        weights = [rows * (rows * 3 * chance) ** -0.5 for rows, told in found for chance in told["probability"]]
+        told = [weight for _, each in found for weight in each["weight"]]
+        # of all rows the largest weight is one that was drawn, or that of the last rank of a buffer
+        largest = max(weights)
+        if sampler == RankBased(normalize="buffer"):
+            shares = [[rank**-0.7 for rank in range(1, rows + 1)] for rows, _ in found]
+            largest = max(len(each) * (len(each) * each[-1] / sum(each)) ** -0.5 for each in shares)
+        assert told == pytest.approx([weight / largest for weight in weights], rel=1e-5), sampler
+
+
+def told_largest(group: Any) -> list[float]:
+    shard = made(group)
+    add_rows(shard, 4)
+    shard.update_priorities([0], [5.0 + shard.rank])
+    shard.sample(2)
+    add_rows(shard, 1, 4)
+    found = shard.priorities([4]).tolist()
+    shard.close()
+    return found
+
+
+def test_a_sample_tells_all_ranks_the_largest_priority(ranks: Ranks) -> None:
+    assert ranks.run(3, told_largest) == [pytest.approx([7.0], rel=1e-5)] * 3
 
 
 # calls and arguments that one rank gets wrong
 
 
-def calls_of(buffer: Any, path: str) -> dict[str, Callable[[], Any]]:
+def calls_of(shard: Any, path: str) -> dict[str, Callable[[], Any]]:
     """Calls that all ranks make together, by the names that errors give them."""
     return {
-        "sample": partial(buffer.sample, 2),
-        "update_priorities": partial(buffer.update_priorities, [0], [1.0]),
-        "stats": buffer.stats,
-        "len": partial(len, buffer),
-        "clear": buffer.clear,
-        "save": partial(buffer.save, path),
+        "sample": partial(shard.sample, 2),
+        "global_stats": shard.global_stats,
+        "clear": shard.clear,
+        "save": partial(shard.save, path),
+        "close": shard.close,
     }
 
 
-def pairs_of(buffer: Any, path: str, group: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+def pairs_of(shard: Any, path: str, group: Any, full: bool) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     """Calls by what is wrong: that of the first rank, and that of the last. A name with "another" is an argument that
     is right by itself.
     """
-    make, load = partial(made, group), partial(ShardedReplayBuffer.load, group=group, timeout=20)
-    calls = calls_of(buffer, path)
-    sample, update, save = (calls[name] for name in ("sample", "update_priorities", "save"))
+    make, load = partial(made, group), partial(ShardedReplay.load, device="cpu", group=group, timeout=20)
+    calls = calls_of(shard, path)
+    sample, save = (calls[name] for name in ("sample", "save"))
     makings: dict[str, dict[str, Any]] = {
-        "a capacity in words": {"capacity": "many"},
-        "fields in another order": {"fields": dict(reversed(FIELDS.items()))},
         "another sampler": {"sampler": Proportional(alpha=0.5)},
-        "no device": {"device": "nowhere"},
-        "another seed": {"seed": 1},
-        "no path of fields": {"storage_path": 3},
+        "fields in another order": {"fields": dict(reversed(FIELDS.items()))},
     }
     return {
-        **{f"{one} meets {other}": (calls[one], calls[other]) for one, other in itertools.permutations(calls, 2)},
-        "making a ShardedReplayBuffer meets load": (make, partial(load, f"{path}0")),
+        **{
+            f"{one} meets {other}": (calls[one], calls[other])
+            for one, other in (itertools.permutations(calls, 2) if full else itertools.pairwise([*calls, "sample"]))
+        },
+        "making a ShardedReplay meets load": (make, partial(load, f"{path}0")),
         **{name: (make, partial(make, **given)) for name, given in makings.items()},
+        "another class": (make, lambda: ShardedReplay(trajectory(1, 1, Proportional()), group, 20)),
+        "no buffer": (make, lambda: ShardedReplay(3, group, 20)),  # type: ignore[arg-type]
+        "no timeout": (make, partial(make, timeout=1e300)),
+        "no such device": (partial(load, f"{path}0"), partial(load, f"{path}0", device="cuda:99")),
         "no checkpoint": (partial(load, f"{path}0"), partial(load, f"{path}none")),
-        "nothing to draw": (sample, partial(buffer.sample, 0)),
-        "another size": (sample, partial(buffer.sample, 3)),
-        "beta below 0": (sample, partial(buffer.sample, 2, beta=-1)),
-        "another beta": (sample, partial(buffer.sample, 2, beta=0.25)),
-        "keys": (update, partial(buffer.update_priorities, "a", [1.0])),
-        "no priority": (update, partial(buffer.update_priorities, [0], [math.nan])),
-        "another path": (save, partial(buffer.save, f"{path}2")),
+        "nothing to draw": (sample, partial(shard.sample, 0)),
+        "another size": (sample, partial(shard.sample, 3)),
+        "beta below 0": (sample, partial(shard.sample, 2, beta=-1)),
+        "another beta": (sample, partial(shard.sample, 2, beta=0.25)),
+        "another path": (save, partial(shard.save, f"{path}2")),
     }
 
 
-def one_sided(group: Any, path: str, mode: str) -> list[tuple[str, tuple[str, str], bool, float]]:
+def one_sided(group: Any, path: str, full: bool = True) -> list[tuple[str, tuple[str, str], bool, float]]:
     """The last rank makes other calls than the first, or with wrong arguments: what each raises, whether the buffer is
-    as it was and goes on, and after how many seconds.
+    as it was, and after how many seconds; then they go on.
     """
     found = []
-    buffer, untouched = both = [made(group, mode=mode, seed=2) for _ in range(2)]
-    for each in both:
-        add_rows(each, 8)
-    buffer.save(f"{path}0")
-    for name, calls in pairs_of(buffer, path, group).items():
-        began = time.monotonic()
-        told = outcome(calls[buffer.rank > 0])
+    shard = made(group)
+    add_rows(shard, 8)
+    shard.save(f"{path}0")
+    for name, calls in pairs_of(shard, path, group, full).items():
+        before, began = whole_state(shard.buffer), time.monotonic()
+        told = outcome(calls[shard.rank == shard.ranks - 1])
         seconds = time.monotonic() - began
-        drawn = [batch_of(each.sample(3)) for each in both]
-        found.append((name, told, drawn[0] == drawn[1] and buffer.stats() == untouched.stats(), seconds))
+        found.append((name, told, whole_state(shard.buffer) == before, seconds))
+    batch_of(shard, shard.sample(3))
     assert not os.path.exists(path)
-    for each in both:
-        each.close()
+    shard.close()
     return found
 
 
@@ -378,120 +463,218 @@ def check_one_sided(found: Any) -> None:
         elif "another" in name:
             assert (kind, message) == told, name
             assert re.search(r"(?s)on every rank; .* on rank 0 .* on rank 1\.$", message), message
-            assert (kind, name.split()[-1] in message or "order" in name) == ("ValueError", True), message
+            named = "kind" if name == "another class" else name.split()[-1]
+            assert (kind, named in message or "order" in name) == ("ValueError", True), message
         else:
-            assert kind == "RuntimeError", name
+            assert kind == "RuntimeError", (name, kind, message)
             assert message.endswith(f"rank 1 of 2 failed: {told[0]}: {told[1]}"), (name, message)
             assert told[0] in ("ValueError", "TypeError", "CheckpointError"), name
 
 
-@pytest.mark.parametrize("mode", ["local", "global"])
+@pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_call_that_one_rank_gets_wrong_is_raised_by_all_and_changes_nothing(
-    ranks: Ranks, tmp_path: Path, mode: str
+    ranks: Ranks, tmp_path: Path, every_pair: bool
 ) -> None:
-    check_one_sided(ranks.run(2, one_sided, str(tmp_path / "c"), mode))
+    check_one_sided(ranks.run(2, one_sided, str(tmp_path / "c"), every_pair))
 
 
-def refusals(group: Any) -> list[tuple[str, str]]:
-    """What is raised in calls that are wrong on all ranks, or for the rows that a rank has; the buffer goes on."""
-    buffer = made(group)
-    found = [outcome(lambda: made(group, sampler=RankBased(), mode="global"))]
-    found += [outcome(lambda seconds=seconds: made(group, timeout=seconds)) for seconds in (1e300, 1e-300)]
-    for rank in (1, 0):
-        if buffer.rank == rank:
-            add_rows(buffer, 3)
-        found.append(outcome(lambda: buffer.sample(3)))
-    found.append(outcome(lambda: buffer[[buffer.rank, 1]]))
-    buffer.close()
-    return [*found, outcome(lambda: buffer.sample(3))]
+def refusals(group: Any, kind: str = "rows") -> tuple[list[tuple[str, str]], list[bool]]:
+    """What is raised where ranks disagree, or hold too little, and whether each left this rank's buffer as it was."""
+    sampler = Proportional(beta=LinearSchedule(0.0, 1.0, 5))
+    found = [outcome(lambda: made(group, seed=0))]
+    shard, same = made(group, sampler=sampler), []
+
+    def tell(call: Callable[[], Any]) -> None:
+        before = whole_state(shard.buffer)
+        found.append(outcome(call))
+        same.append(whole_state(shard.buffer) == before)
+
+    if shard.rank == 1:
+        add_rows(shard, 3)
+    tell(lambda: shard.sample(3))
+    if shard.rank == 0:
+        add_rows(shard, 3)
+    tell(lambda: shard.sample(3))
+    if shard.rank == 0:
+        shard.buffer.sample(1)
+    tell(lambda: shard.sample(3))
+    tell(lambda: shard.sample(3, beta=0.5))
+    shard.close()
+    tell(lambda: shard.sample(3))
+    shard.close()
+    tell(lambda: add_rows(shard, 1, 3))
+    return found, same
+
+
+def check_refusals(told: Any) -> None:
+    """told: what `refusals` gave on each of two ranks."""
+    (first, one), (second, two) = told
+    nothing = ("nothing", "")
+    assert one == two == [True, False, True, False, True, False]
+    assert first[0] == second[0]
+    assert "seed=rank; the ranks have [0, 0]" in first[0][1]
+    empty = "sample(3): the buffer holds no transitions. Add more first."
+    assert first[1] == ("RuntimeError", empty)
+    assert second[1] == ("RuntimeError", f"sample: rank 0 of 2 failed: RuntimeError: {empty}")
+    assert first[2] == second[2] == nothing
+    assert first[3] == second[3]
+    assert first[3][0] == "ValueError"
+    assert "another beta" in first[3][1]
+    assert first[4] == second[4] == nothing
+    assert "was closed" in first[5][1]
+    assert first[6] == nothing
 
 
 def test_errors_of_one_rank_are_raised_by_all_and_the_buffer_goes_on(ranks: Ranks) -> None:
-    first, second = ranks.run(2, refusals)
-    for found in (first, second):
-        assert [found.pop(1) for _ in range(2)] == [
-            ("ValueError", f"timeout must be from 0.001 to 1e+09; found {seconds}.") for seconds in (1e300, 1e-300)
-        ]
-    assert first[0] == second[0]
-    assert first[0][0] == "ValueError"
-    assert 'mode="local"' in first[0][1]
-    empty, nothing = "sample(3): the buffer holds no transitions. Add more first.", ("nothing", "")
-    assert first[1] == ("RuntimeError", empty)
-    assert second[1] == ("RuntimeError", f"sample: rank 0 of 2 failed: RuntimeError: {empty}")
-    assert first[2] == second[2] == second[3] == nothing
-    assert first[3] == ("KeyError", "'key 1 is held by rank 1; this is rank 0 of 2.'")
-    assert "was closed" in first[4][1]
+    check_refusals(ranks.run(2, refusals))
 
 
-def dropped(group: Any, path: str, mode: str) -> list[str]:
+def by_kernels(group: Any) -> tuple[Any, list[Any]]:
+    """The same through interpreted kernels, and what two equal buffers draw, with and without a group."""
+    os.environ |= {"TRITON_INTERPRET": "1", "GPU_REPLAY_BACKEND": "triton"}
+    found = refusals(group)
+    shard, alone = made(group), made(group).buffer
+    drawn = []
+    for each in (shard, alone):
+        priority = [0.5, 1.0, 2.0, 4.0] if dist.get_rank() else [1.0, 1.0, 1.0, 3.0]
+        each.add(number=torch.arange(4), flag=torch.ones(4).bool(), priority=priority)
+        batch = each.sample(64)
+        drawn.append({name: batch[name].tolist() for name in ("key", "probability", "weight")})
+    total = alone.total_mass() / 2**20
+    shard.close()
+    return found, [*drawn, total]
+
+
+def test_kernels_that_count_what_they_gather_are_agreed_on_before() -> None:
+    with ranks_of(2) as own:
+        found = own.run(2, by_kernels)
+    check_refusals([each for each, _ in found])
+    drawn = [each for _, each in found]
+    whole = sum(total for *_, total in drawn)
+    weights = []
+    for shard, alone, total in drawn:
+        assert shard["key"] == alone["key"]
+        assert shard["probability"] == [each / 2 for each in alone["probability"]]
+        weights.append([total / whole * (8 * each * total / whole) ** -0.4 for each in alone["probability"]])
+    largest = max(map(max, weights))
+    for (shard, _, _), expected in zip(drawn, weights, strict=True):
+        assert shard["weight"] == pytest.approx([each / largest for each in expected], rel=1e-5)
+
+
+def dropped(group: Any, path: str) -> list[str]:
     """After which calls, right ones and wrong ones, a buffer stays where it is dropped."""
     gc.collect()
     gc.disable()
     kept = []
     wrong = {
-        "sample": lambda buffer: buffer.sample(0),
-        "update": lambda buffer: buffer.update_priorities([0.5], [1.0]),
-        "save": lambda buffer: buffer.save(f"{path}/file/c"),
-        "load": lambda buffer: ShardedReplayBuffer.load(f"{path}/none", group=group),
-        "make": lambda buffer: made(group, timeout=1e300),
-        "read": lambda buffer: buffer[[-1]],
-        "close": lambda buffer: (buffer.close(), buffer.sample(1)),
+        "sample": lambda shard: shard.sample(0),
+        "save": lambda shard: shard.save(f"{path}/file/c"),
+        "load": lambda shard: ShardedReplay.load(f"{path}/none", "cpu", group=group),
+        "make": lambda shard: made(group, timeout=1e300),
+        "close": lambda shard: (shard.close(), shard.sample(1)),
     }
     for name, call in wrong.items():
-        buffer = made(group, mode=mode)
-        add_rows(buffer, 3)
-        batch_of(buffer.sample(3))
-        for right in calls_of(buffer, f"{path}/{name}").values():
+        shard = made(group)
+        add_rows(shard, 3)
+        batch_of(shard, shard.sample(3))
+        for right in [*calls_of(shard, f"{path}/{name}").values()][:-1]:
             right()
-        assert outcome(partial(call, buffer))[0] != "nothing"
-        seen = weakref.ref(buffer)
-        del buffer, right
-        kept += [name] if seen() is not None else []
+        assert outcome(partial(call, shard))[0] != "nothing"
+        seen = weakref.ref(shard), weakref.ref(shard.buffer)
+        del shard, right
+        kept += [name] if seen[0]() is not None or seen[1]() is not None else []
     gc.enable()
     return kept
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("mode", ["local", "global"])
-def test_a_dropped_buffer_is_freed_at_once(ranks: Ranks, tmp_path: Path, mode: str, size: int) -> None:
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_dropped_buffer_is_freed_at_once(ranks: Ranks, tmp_path: Path, size: int) -> None:
     (tmp_path / "file").write_text("in the way")
-    assert ranks.run(size, dropped, str(tmp_path), mode) == [[]] * size
+    assert ranks.run(size, dropped, str(tmp_path)) == [[]] * size
 
 
-def added_after_close(group: Any) -> list[int]:
-    buffer = ShardedReplayBuffer(8, {"number": FIELDS["number"]}, group=group)
-    # the largest mass of all ranks is still under way
-    buffer.update_priorities(buffer.add(number=[1]), [3.0])
-    buffer.close()
-    return buffer.add(number=[2]).tolist()
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process is the only rank of a process group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
-def test_seeds_of_ranks_stay_what_they_are() -> None:
-    """So that a seed gives the draws of earlier versions."""
-    assert [seed_of(11, 0), seed_of(11, 1), seed_of(-1, 3)] == [11, 9080609714381269916, 5957258398962347266]
+@pytest.mark.usefixtures("alone")
+def test_what_concerns_the_ranks_own_buffer_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = trajectory(1, 0, Proportional())
+    shard = ShardedReplay(buffer)
+    monkeypatch.delattr(dist, "all_gather")
+    for name in ("exclude", "epoch"):
+        monkeypatch.setattr(TrajectoryReplayBuffer, name, lambda self, given: (self, given), raising=False)
+        assert getattr(shard, name)(3) == (buffer, 3)
+    no = torch.zeros(2, dtype=torch.bool)
+    own = {"obs": torch.zeros(2, 1), "action": no.long(), "number": no.long()}
+    keys = shard.add(**own, reward=no.float(), terminated=no, truncated=no)
+    assert torch.equal(keys, shard.keys()[-2:])
+    shard.begin_episodes()
+    shard.update_priorities(shard.keys(), torch.ones(len(shard)))
+    shard.write(keys, number=[7, 8])
+    assert (next(shard.batches(len(buffer))).number[-2:].tolist(), len(shard)) == ([7, 8], len(buffer))
+    some = shard.keys()[buffer.masses()[shard.keys() % buffer.capacity] > 0]
+    assert torch.equal(shard[some].number, buffer[some].number)
+    assert torch.equal(shard.priorities(some), buffer.priorities(some))
+    assert (int(keys[0]) in shard, -1 in shard, shard.stats() == buffer.stats()) == (True, False, True)
+    assert repr(shard) == f"ShardedReplay(rank 0 of 1 with {buffer!r})"
+    assert shard.extend is not None
+    for name in ("capture", "plot", "state_dict", "device", "capacity", "sample_sequences"):
+        with pytest.raises(AttributeError, match=rf"no '{name}'; shard\.buffer, "):
+            getattr(shard, name)
+    with pytest.raises(TypeError, match="batches"):
+        iter(shard)
+    with pytest.raises(TypeError, match="belongs to its process group"):
+        copy.deepcopy(shard)
+    with pytest.raises(TypeError, match=r"buffer = ShardedReplay\.load"):
+        shard.load("c")
 
 
-def test_a_closed_buffer_still_takes_rows(ranks: Ranks) -> None:
-    assert ranks.run(2, added_after_close) == [[2], [3]]
+@pytest.mark.usefixtures("alone")
+def test_what_went_says_what_to_write(tmp_path: Path) -> None:
+    with pytest.raises(ImportError, match=r"buffer of its own, with another seed, and write ShardedReplay\(buffer\)"):
+        exec("from gpu_replay import ShardedReplayBuffer")
+    saved, buffer = tmp_path / "saved", ReplayBuffer(12, FIELDS, device="cpu")
+    state = buffer.state_dict()
+    settings = {**state["settings"], "kind": "ShardedReplayBuffer", "ranks": 2, "mode": "local"}
+    given = {"version": 1, "settings": settings, "seed": 0, "counters": [state["counters"]] * 2}
+    write_checkpoint(saved, given, state["tensors"])
+    for load in (ReplayBuffer.load, ShardedReplay.load, of_checkpoint):
+        with pytest.raises(
+            CheckpointError, match=r"ShardedReplayBuffer; gpu_replay 0\.3 is the last version that reads"
+        ):
+            load(saved)
+    buffer.save(tmp_path / "one")
+    with pytest.raises(CheckpointError, match=r"of one ReplayBuffer; load it with ReplayBuffer\.load"):
+        ShardedReplay.load(tmp_path / "one", "cpu")
+    add_rows(shard := ShardedReplay(buffer), 3)
+    shard.save(tmp_path / "set")
+    with pytest.raises(CheckpointError, match=r"of several ranks; give that of one, such as .*set/save-0/rank0"):
+        of_checkpoint(tmp_path / "set")
+    assert of_checkpoint(tmp_path / "set" / "save-0" / "rank0").added == 3
 
 
 def test_without_a_process_group_it_says_how_to_start_one() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
-        ShardedReplayBuffer(10, FIELDS)
+        ShardedReplay(ReplayBuffer(10, FIELDS, device="cpu"))
 
 
 def doubtful(group: Any) -> list[tuple[str, str]]:
     """As on GPUs: a rank that does not look at what the others told, and learns of it from the next call."""
     last = dist.get_rank(group) > 0
-    told = Group(group, "cpu", 20)
+    told = Group(group, torch.device("cpu"), 20)
 
     def agree(name: str = "sample", **named: Any) -> None:
         with told.call(name):
             told.agree(name, lambda: ({"beta": last and not named.get("alike")}, None), late=True, unread=True)
 
     def read() -> None:
-        with told.call("len"):
-            told.agree("len", lambda: ({}, None))
+        with told.call("clear"):
+            told.agree("clear", lambda: ({}, None))
 
     alike = partial(agree, alike=True)
     return [outcome(call) for call in (agree, read, read, alike, read, agree, alike, read)]
@@ -506,179 +689,266 @@ def test_a_rank_that_did_not_look_learns_of_it_with_the_next_call(ranks: Ranks) 
 # checkpoints
 
 
-def saving(group: Any, path: str, rows: list[int]) -> list[tuple[int, float]]:
-    """Save a buffer to which each rank added so many rows; returns the keys of this rank and their priorities."""
-    buffer = made(group, sampler=SAMPLERS["proportional"])
-    add_rows(buffer, rows[buffer.rank], priority=1.0 + torch.arange(rows[buffer.rank]) % 7)
-    buffer.sample(3)
-    # too late for what no longer is
-    buffer.update_priorities([-7], [1.0])
-    buffer.save(path)
-    found = buffer.priorities(buffer.keys().tolist()).tolist()
-    buffer.close()
-    return list(zip(buffer.keys().tolist(), found, strict=True))
+def saved_twice(group: Any, path: str, dies: str, first: bool = False) -> Any:
+    """Save, change, and save again, where a rank is killed at some moment of that save, or of the first one.
+
+    Returns what the last save raised.
+    """
+    shard = made(group, timeout=4)
+    add_rows(shard, 5)
+    if not first:
+        shard.save(path)
+        add_rows(shard, 2, 5)
+    if dies:
+        rank, moment, work = dies.split()
+        if shard.rank == int(rank):
+            owner: Any = Group if work == "agree" else saving
+            done = getattr(owner, work)
+
+            def dying(*given: Any) -> Any:
+                # of three agreements of a save the last one
+                if work == "agree" and given[2].__name__ != "finish":
+                    return done(*given)
+                if moment == "after":
+                    done(*given)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            setattr(owner, work, dying)
+    told = outcome(lambda: shard.save(path))
+    shard.close()
+    return told
 
 
-def at_home(group: Any, home: str) -> list[str]:
-    """What is in the home folder while a buffer with fields and a checkpoint there is used."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", home)
-        buffer = made(group, storage_path="~/ring")
-        add_rows(buffer, 3)
-        buffer.save("~/c")
-        ShardedReplayBuffer.load("~/c", group=group, timeout=20).close()
-        found = sorted(os.listdir(home))
-        buffer.close()
+def loaded(group: Any, path: str) -> list[int]:
+    shard = ShardedReplay.load(path, "cpu", group=group, timeout=20)
+    found = shard.keys().tolist()
+    shard.sample(3)
+    shard.save(path)
+    shard.close()
     return found
 
 
-def test_a_tilde_is_the_home_folder(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(2, at_home, str(tmp_path)) == [["c", "ring"]] * 2
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_each_part_is_a_checkpoint_of_its_own(ranks: Ranks, tmp_path: Path, size: int) -> None:
+    path = tmp_path / "c"
+    assert ranks.run(size, saved_twice, str(path), "") == [("nothing", "")] * size
+    assert sorted(os.listdir(path)) == ["ranks.json", "save-1"]
+    for rank in range(size):
+        part = ReplayBuffer.load(path / "save-1" / f"rank{rank}", "cpu")
+        assert part[part.keys()].number.tolist() == [key * 8 + rank for key in range(7)]
+    others = ranks.tried(size - 1, loaded, str(path))
+    assert {each.kind for each in others} == {"CheckpointError"}
+    assert f"saved by {size} ranks and cannot be loaded by {size - 1}" in others[0].message
+    assert f"ReplayBuffer.load('{path}/save-1/rank0')" in others[0].message
+    assert ranks.run(size, loaded, str(path)) == [[0, 1, 2, 3, 4, 5, 6]] * size
+    with pytest.raises(CheckpointError, match=r"several ranks: use ShardedReplay\.load"):
+        ReplayBuffer.load(path)
+    # what does not change is not written again, and stands there once
+    inodes = [{file.stat().st_ino for file in (path / "save-2" / "rank0").glob("piece*")}]
+    ranks.run(size, loaded, str(path))
+    inodes.append({file.stat().st_ino for file in (path / "save-3" / "rank0").glob("piece*")})
+    assert len(inodes[0] & inodes[1]) >= len(inodes[0]) - 1
 
 
-def loading(group: Any, path: str) -> list[tuple[int, int, float]]:
-    """What a rank has of a checkpoint: the keys, the numbers, and the priorities."""
-    buffer = ShardedReplayBuffer.load(path, group=group, timeout=20)
-    keys = buffer.keys()
-    assert (buffer.capacity, *set((keys % buffer.ranks).tolist())) == (24, buffer.rank)
-    buffer.sample(3)
-    assert buffer.stats().stale_updates == 2
-    buffer.close()
-    return list(zip(keys.tolist(), buffer[keys].number.tolist(), buffer.priorities(keys).tolist(), strict=True))
+def reseeded(group: Any, path: str) -> tuple[list[Any], list[tuple[str, str]]]:
+    """What is drawn after loads with and without another seed, and what wrong seeds raise."""
+    shard = made(group)
+    add_rows(shard, 9)
+    shard.save(path)
+    load = partial(ShardedReplay.load, path, "cpu", group=group, timeout=20)
+    drawn = [shard.sample(8).key.tolist()]
+    for seed in (None, shard.rank, 7 + shard.rank):
+        again = load(seed=seed)
+        drawn.append(again.sample(8).key.tolist())
+        assert again.buffer.seed == (shard.rank if seed is None else seed)
+        again.close()
+    other = ReplayBuffer(12, FIELDS, sampler=Proportional(), device="cpu", seed=7 + shard.rank)
+    add_rows(ShardedReplay(other, group, 20), 9)
+    drawn.append(other.sample(8).key.tolist())
+    return drawn, [outcome(partial(load, seed=seed)) for seed in (7, "none" if shard.rank else 8)]
 
 
-@pytest.mark.parametrize(("rows", "alike"), [([15, 15], True), ([15, 4], False), ([3, 3], True)])
-def test_a_checkpoint_loads_on_other_ranks_and_as_one_buffer(
-    ranks: Ranks, tmp_path: Path, rows: list[int], alike: bool
+def test_a_load_goes_on_with_the_saved_streams_or_those_of_other_seeds(ranks: Ranks, tmp_path: Path) -> None:
+    (one, told), (two, other) = ranks.run(2, reseeded, str(tmp_path / "c"))
+    for saved, plain, given, renewed, expected in (one, two):
+        assert saved == plain == given != renewed == expected
+    assert told[0] == other[0]
+    assert "the ranks have [7, 7]" in told[0][1]
+    assert (told[1][0], other[1][0]) == ("RuntimeError", "TypeError")
+    assert told[1][1].endswith(f"failed: TypeError: {other[1][1]}")
+
+
+# by the rank, the moment and the work during which it is killed: what was written before is loaded, or what was new
+DEATHS = {
+    "1 before _write_part": "old",
+    "1 after _write_part": "old",
+    "0 before _write_part": "old",
+    "1 before agree": "new",
+    "0 after _put_in_force": "new",
+    "0 after _write_part": "old",
+    "0 before _put_in_force": "old",
+    "0 before agree": "old",
+}
+
+
+@thinned("dies, first", DEATHS, [True, False], every=3)
+def test_a_killed_rank_leaves_the_old_set_or_the_new_one(
+    ranks: Ranks, tmp_path: Path, dies: str, first: bool, full: bool
 ) -> None:
+    path = tmp_path / "c"
+    with ranks_of(2) as mortal:
+        found = mortal.tried(2, saved_twice, str(path), dies, first)
+    rank = int(dies[0])
+    assert found[rank] == Gone(-signal.SIGKILL)
+    assert found[1 - rank][0] == "RuntimeError", found
+    whole = dies not in ("1 before _write_part", "0 before _write_part")
+    if first and not whole:
+        refused = ranks.tried(2, loaded, str(path))
+        assert {each.kind for each in refused} == {"CheckpointError"}
+        assert f"{path} holds no set of all ranks: its first save did not end, and " in refused[0].message
+        assert f"rank{rank} is not complete" in refused[0].message
+        ranks.run(2, saved_twice, str(path), "", True)
+    # a first set that is complete is one, whoever died since
+    assert ranks.run(2, loaded, str(path)) == [list(range(5 if first or DEATHS[dies] == "old" else 7))] * 2
+    names = sorted(os.listdir(path))
+    assert (names[0], len(names)) == ("ranks.json", 2)
+
+
+def test_a_first_set_is_put_in_force_by_the_next_save(ranks: Ranks, tmp_path: Path) -> None:
+    """Else a crash of the second save would cost what the first one had written."""
+    path = tmp_path / "c"
+    ranks.run(2, saved_twice, str(path), "", True)
+    (path / "ranks.json").unlink()
+    with ranks_of(2) as others:
+        others.tried(2, saved_twice, str(path), "1 before _write_part", True)
+    assert sorted(os.listdir(path)) == ["ranks.json", "save-0", "save-1"]
+    assert ranks.run(2, loaded, str(path)) == [list(range(5))] * 2
+
+
+def replaced(group: Any, path: str) -> tuple[str, str]:
+    shard = made(group)
+    add_rows(shard, 5)
+    shard.save(path)
+    if shard.rank == 1:
+        add_rows(shard, 1, 5)
+        shard.buffer.save(f"{path}/save-0/rank1")
+    shard.close()
+    return outcome(lambda: ShardedReplay.load(path, "cpu", group=group, timeout=20))
+
+
+def test_a_part_that_was_replaced_or_damaged_is_named(ranks: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "c")
-    old = sorted(each for held in ranks.run(2, saving, path, rows) for each in held)
-    # numbered again in the order of keys, the newest last; keys stay where all ranks had added as many
-    new = range(sum(rows) - len(old), sum(rows))
-    assert not alike or [key for key, _ in old] == list(new)
-    expected = [(key, of * 7 + 1, priority) for key, (of, priority) in zip(new, old, strict=True)]
-    single = ReplayBuffer.load(path, "cpu")
-    assert (single.capacity, single.keys().tolist()) == (24, list(new))
-    held = single[list(new)].number.tolist(), single.priorities(list(new)).tolist()
-    assert list(zip(new, *held, strict=True)) == expected
-    assert (single.stats().mean_times_sampled, single.stats().stale_updates) == (6 / len(old), 2)
-    single.sample(5)
-    # and from one buffer to several
-    single.save(tmp_path / "one")
-    for size, where in ((1, path), (3, path), (2, str(tmp_path / "one"))):
-        assert sorted(each for held in ranks.run(size, loading, where) for each in held) == expected
-
-
-def test_a_checkpoint_of_ranks_names_itself_to_others(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, saving, str(tmp_path / "c"), [3, 3])
-    with pytest.raises(CheckpointError, match="ShardedReplayBuffer"):
-        TrajectoryReplayBuffer.load(tmp_path / "c")
-    first = sorted((tmp_path / "c").glob("piece*"))[0]
-    first.write_bytes(first.read_bytes()[:-1])
-    assert {each.kind for each in ranks.tried(2, loading, str(tmp_path / "c"))} == {"CheckpointError"}
+    one, two = ranks.run(2, replaced, path)
+    assert "rank1 is not what the ranks saved together" in two[1]
+    assert one[0] == "RuntimeError"
+    assert "rank 1 of 2 failed: CheckpointError" in one[1]
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "letter").write_text("mine")
+    assert [each.kind for each in ranks.tried(2, saved_twice, str(tmp_path / "d"), "")] == [
+        "CheckpointError",
+        "RuntimeError",
+    ]
+    assert os.listdir(tmp_path / "d") == ["letter"]
+    file = tmp_path / "c" / "ranks.json"
+    for text in (
+        "",
+        "[]",
+        '{"version": 1}',
+        json.dumps({"version": 2}),
+        json.dumps({"version": 1, "folder": "../x", "parts": ["a"]}),
+    ):
+        file.write_text(text)
+        assert {each.kind for each in ranks.tried(2, loaded, path)} == {"CheckpointError"}, text
 
 
 # messages
 
 
-def sent(group: Any, mode: str) -> list[list[str]]:
-    """The operations of torch that a sample, an update and an add make."""
-    buffer = made(group, capacity=240, mode=mode)
-    add_rows(buffer, 40)
-    batch = buffer.sample(6)
-    found: list[list[str]] = []
+def sent(group: Any) -> list[tuple[list[str], int]]:
+    """The operations of torch that a sample, an update and an add make, and the bytes that they send to each rank."""
+    shard = made(group, capacity=240)
+    add_rows(shard, 40)
+    batch = shard.sample(6)
+    found: list[list[Any]] = []
 
     def noting(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given, **named: (found[-1].append(name), operation(*given, **named))[1]
+        def noted(*given: Any, **named: Any) -> Any:
+            found[-1].append((name, given[1].nbytes))
+            return operation(*given, **named)
+
+        return noted
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather", "all_reduce", "all_to_all_single"):
-            patch.setattr(dist, name, noting(name, getattr(dist, name)))
+        patch.setattr(dist, "all_gather", noting("all_gather", dist.all_gather))
         for call in (
-            lambda: buffer.sample(6),
-            lambda: buffer.update_priorities(batch.key, batch.weight),
-            lambda: add_rows(buffer, 3, 40),
+            lambda: shard.sample(6),
+            lambda: shard.update_priorities(batch.key, batch.weight),
+            lambda: add_rows(shard, 3, 40),
         ):
             found.append([])
             call()
-    buffer.close()
+    shard.close()
     return found
 
 
-@pytest.mark.parametrize(("mode", "rows"), [("local", []), ("global", ["all_to_all_single"])])
-def test_few_messages_are_sent(ranks: Ranks, mode: str, rows: list[str]) -> None:
-    # what a rank says of itself, and the rows that others asked for; keys with priorities, and the largest of these
-    expected = [["all_gather", *rows], ["all_gather", "all_to_all_single", "all_reduce"], []]
-    assert ranks.run(2, sent, mode) == [expected] * 2
+def test_few_messages_are_sent(ranks: Ranks) -> None:
+    assert ranks.run(2, sent) == [[[("all_gather", 32)], [], []]] * 2
 
 
 # ranks that die, or stay away
 
-
-def die_at_the_end(buffer: ShardedReplayBuffer) -> None:
-    """Let this rank be gone before it has taken part in the last message of an update, the largest priority."""
-    reduce = buffer._group.all_reduce
-
-    def all_reduce(tensor: torch.Tensor, *, largest: bool = False) -> Any:
-        return os.kill(os.getpid(), signal.SIGKILL) if largest else reduce(tensor)
-
-    buffer._group.all_reduce = all_reduce  # type: ignore[method-assign]
+CALLS = ("sample", "save", "global_stats", "clear", "close", "load", "making a ShardedReplay")
 
 
-# the calls that fail where the last rank is gone, and what their errors name
-DEADLY = {name: name for name in ("sample", "update_priorities", "stats", "len", "clear", "save")}
-DEADLY["add"] = "update_priorities"
-
-
-def dying(group: Any, call: str, mode: str, path: str, sleeps: bool) -> tuple[tuple[str, str], float, tuple[str, str]]:
+def dying(group: Any, call: str, path: str, sleeps: bool) -> tuple[tuple[str, str], float, tuple[str, str]]:
     """The last rank is killed, or sleeps, while the others make a call: what they raise, after how many seconds, and
     what a later call raises.
     """
-    buffer = made(group, mode=mode, timeout=1 if sleeps else 4)
-    add_rows(buffer, 8)
-    buffer.sample(2)
-    if buffer.rank == buffer.ranks - 1:
-        if call == "add":
-            die_at_the_end(buffer)
-            buffer.update_priorities([0], [1.0])
+    timeout = 1 if sleeps else 4
+    shard = made(group, timeout)
+    add_rows(shard, 8)
+    shard.sample(2)
+    shard.save(f"{path}0")
+    if shard.rank == shard.ranks - 1:
         time.sleep(3 * sleeps)
         os.kill(os.getpid(), signal.SIGKILL)
+    more = {
+        "load": lambda: ShardedReplay.load(f"{path}0", "cpu", group=group, timeout=timeout),
+        "making a ShardedReplay": lambda: made(group, timeout),
+    }
     began = time.monotonic()
-    calls = calls_of(buffer, path)
-    calls["add"] = lambda: (calls["update_priorities"](), add_rows(buffer, 1))
-    found = outcome(calls[call])
-    return found, time.monotonic() - began, outcome(buffer.stats)
+    found = outcome((calls_of(shard, path) | more)[call])
+    return found, time.monotonic() - began, outcome(shard.global_stats)
 
 
-def check_death(size: int, call: str, mode: str, path: Path, sleeps: bool = False) -> None:
+def check_death(size: int, call: str, path: Path, sleeps: bool = False) -> None:
     with ranks_of(size) as ranks:
-        found = ranks.tried(size, dying, call, mode, str(path / "c"), sleeps)
+        found = ranks.tried(size, dying, call, str(path / "c"), sleeps)
     assert found[-1] == Gone(-signal.SIGKILL)
-    name, most = DEADLY[call], 1 if sleeps else 4
+    most = 1 if sleeps else 4
     for rank, each in enumerate(found[:-1]):
         assert not isinstance(each, (Raised, Gone)), each
         (kind, message), seconds, later = each
         assert kind == "RuntimeError"
-        assert f"{name}: rank {rank} of {size} lost another rank, or waited {most} s" in message
+        assert f"{call}: rank {rank} of {size} lost another rank, or waited {most} s" in message
         assert 0.9 * sleeps < seconds < most + 1.5
         # nothing hangs afterwards either
-        assert later[1].startswith(f"stats: an earlier call failed ({name}); the ranks are out of step. Load a")
-    if call == "save":
-        assert not (path / "c").exists()
+        assert later[0] == "RuntimeError"
+        if call in CALLS[:5]:
+            assert f"global_stats: an earlier call failed ({call}); the ranks are out of step. Load a" in later[1]
 
 
-@pytest.mark.parametrize("call", ["sample", "add"])
+@pytest.mark.parametrize("call", [*CALLS[:2], *(pytest.param(call, marks=pytest.mark.slow) for call in CALLS[2:])])
 def test_a_killed_rank_makes_the_others_raise(tmp_path: Path, call: str) -> None:
-    check_death(2, call, "local", tmp_path)
+    check_death(2, call, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", DEADLY)
-@pytest.mark.parametrize("mode", ["local", "global"])
-def test_a_killed_rank_makes_the_others_raise_in_every_call(tmp_path: Path, call: str, mode: str) -> None:
-    check_death(3, call, mode, tmp_path)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_killed_rank_makes_the_others_raise_among_three(tmp_path: Path, call: str) -> None:
+    check_death(3, call, tmp_path)
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
-    check_death(2, "sample", "local", tmp_path, sleeps=True)
+    check_death(2, "sample", tmp_path, sleeps=True)

@@ -248,7 +248,8 @@ PARTS: dict[str, tuple[Edit, str]] = {
 # changes after which the file is that of a buffer: of other settings, of defaults, or of a version that lacked a
 # counter; and what says nothing
 COULD_BE = re.compile(
-    r"more$|scale: |shape: {}|sampler: |gamma: 0|final_capacity|relabel|seed: (-|\d)|counters: (\w+: 0$|no (FLAWED|NONFINITE|TERMINALS|LOST_TERMINALS))"
+    r"more$|scale: |shape: {}|sampler: |gamma: 0|final_capacity|relabel|seed: (-|\d)"
+    r"|counters: (\w+: 0$|no (FLAWED|NONFINITE|TERMINALS|LOST_TERMINALS))"
     r"|settings: .*\bno (?!kind|capacity|num_envs|sampler|fields|dtype|shape)|pieces: 0: .*(bytes|modified_ns)"
 )
 

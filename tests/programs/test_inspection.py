@@ -62,30 +62,6 @@ def test_priorities_that_all_count_alike_are_not_shown() -> None:
     assert of_buffer(filled(Proportional(alpha=0.0))._buffer_state()).priority is None
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
-def test_a_checkpoint_of_two_ranks_is_shown_as_the_buffer_that_it_loads_as(sampler: Any, tmp_path: Path) -> None:
-    tensors, counters = {}, []
-    for rank, rows in enumerate((33, 21)):
-        shard = ReplayBuffer(20, PICTURES, sampler=sampler, device="cpu", seed=rank)
-        for step in range(rows):
-            shard.add(obs=np.full((1, 8, 9), 2 * step + rank, np.uint8), action=[step])
-        keys = shard.sample(8).key
-        shard.update_priorities(keys, keys % 7 + 0.5)
-        state = shard.state_dict()
-        counters.append(state["counters"])
-        tensors |= {f"rank{rank}/{name}": each for name, each in state["tensors"].items()}
-    settings = {**state["settings"], "kind": "ShardedReplayBuffer", "capacity": 40, "ranks": 2, "mode": "local"}
-    given = {"version": 1, "settings": settings, "seed": 0, "counters": counters}
-    checkpoint_format.write_checkpoint(tmp_path / "saved", given, tensors, shard_bytes=1000)
-    buffer = ReplayBuffer.load(tmp_path / "saved", "cpu")
-    found, expected = of_checkpoint(tmp_path / "saved"), of_buffer(buffer._buffer_state())
-    for name in ("keys", "probability", "sampled", "priority"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
-    assert torch.equal(found.rows("obs", found.keys[::3]), expected.rows("obs", found.keys[::3]))
-    assert found.lines()[1:] == expected.lines()[1:]
-    assert "ShardedReplayBuffer: 40 of 40 rows, 54 added" in found.lines()[0]
-
-
 def test_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     buffer = filled(Proportional())

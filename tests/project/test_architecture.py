@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "gpu_replay"
 # folders and modules of the top level, and imports between two of them
-# (`sharded` lies over the buffers, engines, operations and checkpoints that it divides;
+# (`sharded` lies over the buffers, engines, operations and checkpoints of a rank;
 # a sampler imports the operations that it draws by, and its statistics)
 MOST_NODES, MOST_ARROWS = 28, 104
 

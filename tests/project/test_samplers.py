@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from programs import SAMPLERS
 from test_distributions import SAMPLED
-from test_sharded import CASES
 
 import gpu_replay
 from gpu_replay.console import sizes
@@ -25,17 +24,13 @@ def has(kind: type[Sampler]) -> dict[str, bool]:
     page = (ROOT / "docs" / "choosing.md").read_text()
     explained = re.findall(r"^\| `(\w+)\(", page[page.index("## Which sampler") :], re.MULTILINE)
     played = {name: type(sampler) for name, sampler in SAMPLERS.items()}
-    tried = {mode for mode, name in map(str.split, CASES) if played[name] is kind}
-    # whatever wraps another sampler goes where that goes
-    shards = getattr(kind, "shards", ("local", "global"))
     return {
         "a name in gpu_replay.__all__": kind.__name__ in gpu_replay.__all__,
         "a row in docs/choosing.md": kind.__name__ in explained,
-        "kernel and shards in its class": {"kernel", "shards"} <= {*vars(kind)} or not issubclass(kind, BaseSampler),
+        "kernel in its class": "kernel" in vars(kind) or not issubclass(kind, BaseSampler),
         # which models, checkpoints and shards go through
         "an entry in SAMPLERS of tests/helpers/programs.py": kind in played.values(),
         "its exact distribution in SAMPLED of test_distributions.py": kind in [played[name] for name in SAMPLED],
-        f"cases in CASES of test_sharded.py: {shards}, no others": tried == {*shards},
         "a choice of gpu-replay estimate": kind in map(type, sizes.SAMPLERS.values()),
     }
 
@@ -50,7 +45,6 @@ def test_a_newcomer_has_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @dataclass(frozen=True)
     class Newcomer(BaseSampler):
-        shards = ("local",)
         places: Any = None
 
     assert not any(has(Newcomer).values())
