@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import assert_type
 
-from gpu_replay import Batch, Field, Proportional, ReplayBuffer, Sampler, Stats, TrajectoryReplayBuffer
+from gpu_replay import Batch, Field, Proportional, ReplayBuffer, Sampler, Sequences, Stats, TrajectoryReplayBuffer
 from gpu_replay.samplers import BaseSampler
 
 
@@ -37,3 +37,6 @@ def learning_step(path: str) -> None:
     assert_type(ReplayBuffer(10, buffer.fields, sampler=samplers[1]).sample(1), Batch)
     assert_type(ReplayBuffer.load(path), ReplayBuffer)
     assert_type(TrajectoryReplayBuffer.load(path), TrajectoryReplayBuffer)
+    of_sequences = TrajectoryReplayBuffer.load(path, sequences=Sequences(8, strict=True, stride=4))
+    assert_type(of_sequences.sequences, Sequences | None)
+    TrajectoryReplayBuffer.load(path, sequences=None)

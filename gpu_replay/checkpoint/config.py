@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from gpu_replay.fields import Field
-from gpu_replay.samplers import LinearSchedule, Sampler
+from gpu_replay.samplers import LinearSchedule, Sampler, Sequences
 
 
 def describe_field(field: Field) -> dict[str, Any]:
@@ -80,6 +81,8 @@ def config_of(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     config = {"kind": kind, **arguments, "fields": fields, "sampler": describe_sampler(arguments["sampler"])}
     if arguments.get("relabel") is not None:
         config["relabel"] = arguments["relabel"].describe()
+    if arguments.get("sequences") is not None:
+        config["sequences"] = asdict(arguments["sequences"])
     return config
 
 
@@ -89,4 +92,6 @@ def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: field_from(described) for name, described in config["fields"].items()}
     if arguments.get("relabel") is not None:
         arguments["relabel"] = dict(arguments["relabel"])
+    if arguments.get("sequences") is not None:
+        arguments["sequences"] = Sequences(**arguments["sequences"])
     return {**arguments, "fields": fields, "sampler": sampler_from(config["sampler"])}

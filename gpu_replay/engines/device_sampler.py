@@ -16,13 +16,11 @@ from gpu_replay.engines.storage import Storage
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import make_draw
-from gpu_replay.ops.eligibility import Streams
 from gpu_replay.ops.launch import aligned, allocator, per_arguments
 from gpu_replay.ops.priorities import DeviceMasses, make_update
 from gpu_replay.ops.rank_draw import DeviceRanks
 from gpu_replay.ops.ring import MOST_WRITTEN, make_write
 from gpu_replay.ops.weights import Finish, Gather
-from gpu_replay.ops.windows import SequenceRule
 from gpu_replay.samplers import LinearSchedule
 from gpu_replay.validation import materialized
 
@@ -201,24 +199,18 @@ class DeviceSampler:
         scheduled: bool,
         make_gather: MakeGather,
         *,
-        skipped: int = 0,
         shifted: bool = False,
         more: int = 0,
-        rule: SequenceRule | None = None,
-        streams: Streams | None = None,
     ) -> Sample:
-        """A function of beta that samples `batch` rows, none of them from the newest `skipped` slots: 2 launches a
-        call, by rank 1 and a sort before them. The last one gathers and counts; an exception before it leaves all as it
-        was.
+        """A function of beta that samples `batch` rows: 2 launches a call, by rank 1 and a sort before them. The last
+        one gathers and counts; an exception before it leaves all as it was.
 
         scheduled: whether a schedule gives beta. shifted: whether words that move pictures are taken as well.
         more:      blocks of words that the gather takes after them.
-        rule, streams: as in `make_draw`.
         """
         state, base, ranks, device = self.state, self._base, self._ranks, self.device
         drawn = batch - state.sampler.newest_of(batch)
-        # an order that leaves out slots is valid for one call only
-        by_rank, alone = ranks is not None and drawn > 0, skipped > 0
+        by_rank = ranks is not None and drawn > 0
         draw, blocks, minima = make_draw(
             base.kernel or "uniform",
             state.counters,
@@ -228,13 +220,10 @@ class DeviceSampler:
             tree=state.tree,
             starts=state.eligible_tree,
             tracks_eligibility=state.tracks_eligibility,
-            skipped=skipped,
             shifted=shifted,
             stratified=base.stratified,
             normalize_over_buffer=base.normalizes_over_buffer,
             replacement=base.replacement,
-            rule=rule,
-            streams=streams,
         )
         schedule = (self._schedule,) if scheduled and self._schedule is not None else ()
         gather = make_gather(Finish((self._storage.times_sampled, *schedule), blocks + more, minima))
@@ -249,8 +238,7 @@ class DeviceSampler:
             words = (torch.empty(1, dtype=torch.int64, device=device),) if shifted else ()
             ranked: tuple[Tensor, ...] = ()
             if ranks is not None and by_rank:
-                order = ranks.of(state.masses, skipped) if alone else ranks.current(state.masses, self.order.captures)
-                ranked = ranks.sums, *order
+                ranked = ranks.sums, *ranks.current(state.masses, self.order.captures)
             draw(ranked, (slots, key, probability, masses, lowest), words)
             tensors = gather(slots, words, (slots, masses, weight, lowest), fixed if beta is None else beta)
             tensors["key"], tensors["probability"], tensors["weight"] = key, probability, weight

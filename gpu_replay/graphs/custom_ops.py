@@ -1,8 +1,7 @@
 """The buffers' calls as custom operators, so that `torch.compile(fullgraph=True)` takes a whole learning step.
 
-Compiled code sees `add`, `sample`, `sample_sequences`, `update_priorities` and `write` as one operator each: it knows
-what they return and never looks inside. When it runs they make the very calls that eager code makes, locks, checks and
-kernels included.
+Compiled code sees `add`, `sample`, `update_priorities` and `write` as one operator each: it knows what they return and
+never looks inside. When it runs they make the very calls that eager code makes, locks, checks and kernels included.
 
 The storage of a buffer is not an argument of its operators. A compiler may copy an argument that is written and put the
 copy back afterwards: that would copy gigabytes, and lose the rows that another thread added meanwhile. All that
@@ -31,10 +30,8 @@ from torch import Tensor
 from gpu_replay.batch import Batch
 from gpu_replay.fields import flattened
 
-# placeholder in a shape for the steps of a sequence
-STEPS = "L"
 # dtype, and shape without the batch dimension
-Output = tuple[torch.dtype, tuple[int | str, ...]]
+Output = tuple[torch.dtype, tuple[int, ...]]
 
 # the tensors that every draw gives in addition to the fields
 _ALWAYS: dict[str, Output] = {
@@ -76,11 +73,12 @@ def batch_kind(outputs: Mapping[str, Output]) -> BatchKind:
 
 
 @lru_cache
-def _parsed(layout: str) -> tuple[tuple[str, torch.dtype, list[str]], ...]:
+def _parsed(layout: str) -> tuple[tuple[str, torch.dtype, list[int]], ...]:
     """Parse names, dtypes and shapes from `obs float32 4,84,84;reward float32 ;...`."""
     entries = (entry.split(" ") for entry in layout.split(";"))
     return tuple(
-        (unquote(name), getattr(torch, dtype), shape.split(",") if shape else []) for name, dtype, shape in entries
+        (unquote(name), getattr(torch, dtype), list(map(int, shape.split(","))) if shape else [])
+        for name, dtype, shape in entries
     )
 
 
@@ -112,20 +110,11 @@ class Operators:
         """The buffer's `write`, of tensors or arrays."""
         _WRITE(self.token, self.name, _tensor("keys", keys), *_columns(fields))
 
-    def sample(
-        self,
-        kind: BatchKind,
-        batch: int,
-        beta: float | None,
-        length: int | None = None,
-        burn_in: int = 0,
-        strict: bool = False,
-        stride: int = 1,
-    ) -> Batch:
-        """The buffer's `sample`, or `sample_sequences` where a length is given."""
+    def sample(self, kind: BatchKind, batch: int, beta: float | None) -> Batch:
+        """The buffer's `sample`."""
         # a Python number would be a constant, and each new value would be compiled again
         exponent = None if beta is None else torch.ones((), dtype=torch.float64, device="cpu") * beta
-        tensors = kind.draw(self.token, self.name, kind.layout, batch, length, burn_in, strict, stride, exponent)
+        tensors = kind.draw(self.token, self.name, kind.layout, batch, exponent)
         return Batch(dict(zip(kind.names, tensors, strict=True)))
 
     def update(self, keys: Any, priorities: Any) -> None:
@@ -195,35 +184,15 @@ def _update(token: Tensor, buffer: str, keys: Tensor, priorities: Tensor) -> Non
     _buffer_named(buffer).update_priorities(keys, priorities)
 
 
-def _sample(
-    token: Tensor,
-    buffer: str,
-    layout: str,
-    batch: int,
-    length: int | None,
-    burn_in: int,
-    strict: bool,
-    stride: int,
-    beta: Tensor | None,
-) -> tuple[Tensor, ...]:
+def _sample(token: Tensor, buffer: str, layout: str, batch: int, beta: Tensor | None) -> tuple[Tensor, ...]:
     replay = _buffer_named(buffer)
     # on the CPU: no device is asked for it
-    exponent = None if beta is None else beta.item()
-    if length is None:
-        drawn = replay.sample(batch, beta=exponent)
-    else:
-        drawn = replay.sample_sequences(batch, length, burn_in, beta=exponent, strict=strict, stride=stride)
+    drawn = replay.sample(batch, beta=None if beta is None else beta.item())
     return tuple(_parted([drawn[name] for name, _, _ in _parsed(layout)]))
 
 
-def _sample_fake(
-    token: Tensor, buffer: str, layout: str, batch: int, length: int | None, burn_in: int, *_: object
-) -> tuple[Tensor, ...]:
-    steps = 0 if length is None else length + burn_in
-    return tuple(
-        token.new_empty((batch, *(steps if side == STEPS else int(side) for side in shape)), dtype=dtype)
-        for _, dtype, shape in _parsed(layout)
-    )
+def _sample_fake(token: Tensor, buffer: str, layout: str, batch: int, beta: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(token.new_empty((batch, *shape), dtype=dtype) for _, dtype, shape in _parsed(layout))
 
 
 def _parted(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -255,8 +224,8 @@ def _draw_of(count: int) -> Any:
     with _defining:
         if count not in _draws:
             schema = (
-                f"sample_{count}(Tensor(a!) token, str buffer, str layout, SymInt batch, SymInt? length, "
-                f"SymInt burn_in, bool strict, SymInt stride, Tensor? beta) -> ({', '.join(['Tensor'] * count)})"
+                f"sample_{count}(Tensor(a!) token, str buffer, str layout, SymInt batch, Tensor? beta) -> "
+                f"({', '.join(['Tensor'] * count)})"
             )
             _draws[count] = _define(schema, _sample, _sample_fake)
         return _draws[count]

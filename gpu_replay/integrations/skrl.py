@@ -18,7 +18,7 @@ from skrl.memories.torch import Memory
 from skrl.utils.spaces.torch import compute_space_size
 from torch import Tensor
 
-from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Field, Sequences, TrajectoryReplayBuffer, Uniform
 from gpu_replay.integrations.streams import load_like
 from gpu_replay.samplers import Sampler
 
@@ -45,6 +45,8 @@ class ReplayMemory(Memory):
     dtype:       of stored float observations and states, such as torch.bfloat16; samples have the dtype that the agent
                  asks for.
     seed:        seed of sampling.
+    sequence_length: steps of the windows that `sample` gives, which the specification of the agent's recurrent models
+                 says; 1 for single steps.
 
     The next call, which brings the observation after a step, stores that step. If the observation differs from the
     step's `next_observations`, as when the trainer resets an environment, the memory takes the episode as truncated and
@@ -62,10 +64,15 @@ class ReplayMemory(Memory):
         sampler: Sampler = Uniform(replacement=True),  # noqa: B008 (frozen)
         dtype: torch.dtype | None = None,
         seed: int = 0,
+        sequence_length: int = 1,
     ) -> None:
         super().__init__(memory_size=memory_size, num_envs=num_envs, device=device)
         self.buffer: TrajectoryReplayBuffer | None = None
         self._settings: dict[str, Any] = {"sampler": sampler, "device": self.device, "seed": seed}
+        rows = Sequences(sequence_length)
+        self._length = rows.length
+        if rows.length > 1:
+            self._settings["sequences"] = rows
         self._dtype = dtype
         # shape and dtype of each tensor
         self._kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -147,14 +154,18 @@ class ReplayMemory(Memory):
         mini-batch: row `i` is in mini-batch `i % mini_batches`.
 
         Windows are of one environment and do not cross the newest step. Before three steps were added the newest one
-        is sampled. Raises RuntimeError while there is nothing to sample.
+        is sampled. Raises RuntimeError while there is nothing to sample, ValueError for another `sequence_length` than
+        the memory's.
         """
         buffer, rows = self.buffer, None
+        if sequence_length != self._length:
+            raise ValueError(
+                f"sample({sequence_length=}) of a memory that gives windows of {self._length} steps; make it with "
+                f"ReplayMemory(..., {sequence_length=})."
+            )
         if not self._steps or (sequence_length > 1 and buffer is None):
             raise RuntimeError(f"sample({batch_size}): the memory holds {self._steps} steps. Add more first.")
-        if buffer is not None and sequence_length > 1:
-            rows = buffer.sample_sequences(batch_size, sequence_length)
-        elif buffer is not None and self._steps > 2:
+        if buffer is not None and (sequence_length > 1 or self._steps > 2):
             rows = buffer.sample(batch_size)
         self.sampling_indexes = None if rows is None else rows.key
         chosen = torch.arange(batch_size, device=self.device) % self.num_envs

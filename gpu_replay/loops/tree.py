@@ -284,31 +284,20 @@ def spread(mass, doubles, stratified, targets):
 targets = loop("(int64, float64[::1], boolean, int64[::1])")(spread)
 
 
-@loop(
-    "(int64[::1], int64[::1], int64[::1], float64[::1], boolean, boolean, int64, int64, int64, int64[::1],"
-    " float32[::1], float64[::1])"
-)
-def draw(flat, starts, low, doubles, stratified, over_buffer, offset, mass, total, slots, probability, ratio):
+@loop("(int64[::1], int64[::1], int64[::1], float64[::1], boolean, boolean, int64[::1], float32[::1], float64[::1])")
+def draw(flat, starts, low, doubles, stratified, over_buffer, slots, probability, ratio):
     """Draw by mass.
 
     doubles:     (B,) float64 in [0, 1). over_buffer: whether the largest weight is that of the smallest stored mass.
-    offset:      mass of the slots before target 0. mass, total: those drawn from and of all; total 0: draw from all.
     slots:       (B,) int64. probability: (B,) float32.
     ratio:       (B,) float64, the mass that has the largest weight over these masses.
     returns:     the total mass; nothing is drawn where that is 0.
     """
-    if total == 0:
-        total = total_of(flat, starts)
-        mass = total
+    mass = total_of(flat, starts)
     if mass == 0:
         return mass
     targets = np.empty(slots.size, dtype=np.int64)
     spread(mass, doubles, stratified, targets)
-    if offset:
-        for row in range(slots.size):
-            targets[row] += offset
-            if targets[row] >= total:
-                targets[row] -= total
     locate_all(flat, starts, targets, slots)
     least = lowest_of(flat, low) if over_buffer else NO_MASS
     for row in range(slots.size):

@@ -44,7 +44,8 @@ class DeviceRanks:
             sums = inclusive_prefix_sum(torch.from_numpy(rank_masses(slots, alpha)).to(counters.device))
         self.sums = sums
         self._counters = counters
-        self._list = self._new_list()
+        ages = torch.zeros(sums.numel(), dtype=torch.int64, device=counters.device)
+        self._list = RankList(ages, torch.zeros(1, dtype=torch.int64, device=counters.device))
         # whether the list is that of this moment, as far as the host knows, and whether a graph may have changed that
         self._current = self._unsure = False
 
@@ -58,35 +59,22 @@ class DeviceRanks:
         self._unsure |= capturing
         self._current = False
 
-    def of(self, tree: MassTree, skipped: int) -> RankList:
-        """A list of its own for one call, of a tree of codes, without the newest `skipped` slots; 1 launch and a sort.
-
-        All that it takes is allocated for it.
-        """
-        made = self._new_list()
-        self._sort(tree, made, skipped)
-        return made
-
     def current(self, tree: MassTree, capturing: bool) -> RankList:
         """The list to draw from now; 1 launch and a sort unless nothing has changed since it was made."""
         if capturing or self._unsure or not self._current:
-            self._sort(tree, self._list)
+            self._sort(tree)
             # one that is captured is made by the replays
             self._current |= not capturing
         return self._list
 
-    def _new_list(self) -> RankList:
-        ages = torch.zeros(self.sums.numel(), dtype=torch.int64, device=self._counters.device)
-        return RankList(ages, torch.zeros(1, dtype=torch.int64, device=self._counters.device))
-
-    def _sort(self, tree: MassTree, made: RankList, skipped: int = 0) -> None:
+    def _sort(self, tree: MassTree) -> None:
         from gpu_replay.kernels.ranks import arrange_kernel
 
-        counters = self._counters
+        counters, made = self._counters, self._list
         slots = per_program(1024, tree.slots, counters.device.type == "cpu", most=2**16)
         arranged, ordered = torch.empty((2, tree.slots), dtype=torch.int64, device=counters.device)
         grid = (-(-tree.slots // slots),)
-        arrange_kernel[grid](tree.masses, arranged, made.listed, counters, tree.slots, skipped, SLOTS=slots)
+        arrange_kernel[grid](tree.masses, arranged, made.listed, counters, tree.slots, SLOTS=slots)
         torch.sort(arranged, descending=True, stable=True, out=(ordered, made.ages))
 
 

@@ -63,7 +63,8 @@ class HostSteps:
         if tree is None:
             raise RuntimeError("a trajectory buffer keeps masses, an eligible tree or both; found neither.")
         # the last one: nobody has been warned of a flawed ending
-        self._settings = np.array([shape.num_envs, shape.stack, shape.next_step, *initial, 1], dtype=np.int64)
+        rule = shape.length, shape.strict, shape.stride
+        self._settings = np.array([shape.num_envs, shape.stack, shape.next_step, *initial, *rule, 1], dtype=np.int64)
         metadata = [each.numpy().reshape(-1) for each in streams.tensors]
         eligible = (_NOTHING, _NOTHING) if ones is None else ones.host[:2]
         self._arguments = self._settings, *metadata, rewards, times_sampled, counters, *tree.host, *eligible

@@ -34,6 +34,7 @@ from gpu_replay import (
     LinearSchedule,
     Proportional,
     ReplayBuffer,
+    Sequences,
     TrajectoryReplayBuffer,
 )
 
@@ -72,9 +73,9 @@ def filled(sampler: Any = SCHEDULED, seed: int = 5, capacity: int = scale(61, 23
     return buffer
 
 
-def streamed(stack: int = 2, n_step: int = 3) -> TrajectoryReplayBuffer:
+def streamed(stack: int = 2, n_step: int = 3, **more: Any) -> TrajectoryReplayBuffer:
     """Streams of steps in a ring that has turned."""
-    settings: dict[str, Any] = {"stack": stack, "n_step": n_step, "sampler": SCHEDULED, "seed": 5}
+    settings: dict[str, Any] = {"stack": stack, "n_step": n_step, "sampler": SCHEDULED, "seed": 5, **more}
     buffer = TrajectoryReplayBuffer(STEPS * ENVS, ENVS, STEP_FIELDS, **settings)
     for number in range(TURNED):
         buffer.add(**step_of(number))
@@ -140,9 +141,9 @@ def test_steps_of_streams_are_added_sampled_and_updated_in_one_graph() -> None:
     check_alike(streamed, learn, [(step_of(number),) for number in range(TURNED, TURNED + 4)])
 
 
-def test_sequences_are_drawn_with_their_length_and_burn_in() -> None:
-    make = partial(streamed, stack=1, n_step=1)
-    check_alike(make, lambda replay: replay.sample_sequences(4, 3, burn_in=2, stride=2), [()] * 2)
+def test_sequences_are_drawn_with_their_length() -> None:
+    make = partial(streamed, stack=1, n_step=1, sequences=Sequences(5, stride=2))
+    check_alike(make, lambda replay: replay.sample(4), [()] * 2)
 
 
 def test_arrays_are_added_with_priorities() -> None:

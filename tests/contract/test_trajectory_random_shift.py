@@ -17,7 +17,7 @@ from devices import scale, statistical
 from distribution import check_counts
 from transitions import same
 
-from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Field, Sequences, TrajectoryReplayBuffer, Uniform
 
 pytestmark = pytest.mark.contract
 
@@ -117,10 +117,10 @@ def test_every_move_is_equally_likely_and_independent_of_all_else(device: str) -
 
 
 def test_a_window_moves_as_one(device: str) -> None:
-    buffer, still = filled(device)
-    known = still.sample_sequences(400, 3)
+    buffer, still = filled(device, sequences=Sequences(3))
+    known = still.sample(400)
     windows = dict(zip(known.key.tolist(), known["obs.picture"], strict=True))
-    batch = buffer.sample_sequences(12, 3)
+    batch = buffer.sample(12)
     rows = zip(batch.key.tolist(), batch["obs.picture"], batch.mask, strict=True)
     assert len({find(seen[covered], windows[key][covered]) for key, seen, covered in rows}) > 1
 

@@ -66,7 +66,7 @@ PLACES = [0, 2**28 - 1, 2**28, 2**29 - 1, 2**29, 2**29 + 1, 2**30 - 1, 2**30, 2*
 
 def arranged(memory: SparseMemory) -> None:
     tree = MassTree(SLOTS, CPU, "triton", summed=False)
-    head, skipped = 2**30, 5
+    head = 2**30
     tree.masses[PLACES] = torch.arange(1, len(PLACES) + 1)
     ages = {(slot - head) % SLOTS: row + 1 for row, slot in enumerate(PLACES)}
     programs = sorted({age // 2**16 for age in ages})
@@ -75,12 +75,10 @@ def arranged(memory: SparseMemory) -> None:
     memory.programs = lambda count: programs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_draw.torch, "sort", lambda codes, **_: given.append(codes))
-        made = DeviceRanks(SLOTS, 0.7, counters, sums).of(tree, skipped)
+        made = DeviceRanks(SLOTS, 0.7, counters, sums).current(tree, False)
     (codes,) = given
-    left_out = {age for age in ages if age >= SLOTS - skipped}
-    assert left_out
-    assert {age: int(codes[age]) for age in ages} == ages | dict.fromkeys(left_out, 0)
-    assert (made.listed.tolist(), int(counters[Counter.TICKET])) == ([len(ages) - len(left_out)], 0)
+    assert {age: int(codes[age]) for age in ages} == ages
+    assert (made.listed.tolist(), int(counters[Counter.TICKET])) == ([len(ages)], 0)
 
 
 def drawn_by_rank(memory: SparseMemory) -> None:
@@ -161,8 +159,6 @@ STARTS = {"add_step_kernel": 10, "gather_windows_kernel": 8}
 WITH_GOALS = {"add_step_kernel": 13, "gather_windows_kernel": 9}
 WITH_GOALS |= {"choose_goals_kernel": 4, "gather_kernel": 2, "draw_kernel": 1}
 BY_MASS = {"add_step_kernel": 11, "gather_windows_kernel": 7, "draw_kernel": 2, "update_kernel": 2}
-# masses, depths and flags; the newest starts are in the middle of this ring
-BY_MASS |= {"draw_sequences_kernel": 3}
 CASES = {
     "rows by mass": of_rows("proportional"),
     "rows, all options": of_rows("annealed", find_extreme_kernel=1),
@@ -175,7 +171,7 @@ CASES = {
         )
     ),
     "starts by mass": of_steps("combined-proportional", OBS, STARTS | BY_MASS),
-    "starts": of_steps("uniform", OBS, STARTS | {"draw_kernel": 1, "draw_sequences_kernel": 3}),
+    "starts": of_steps("uniform", OBS, STARTS | {"draw_kernel": 1}),
     "goals": of_steps("combined", GOALS | ACTION, WITH_GOALS, settings=RELABEL),
     "goals of one": of_steps("proportional", GOALS | ACTION, WITH_GOALS | {"update_kernel": 2}, 1, settings=RELABEL),
     "rows": Case(drawn_uniformly, {}),

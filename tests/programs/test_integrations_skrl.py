@@ -92,7 +92,7 @@ def test_mini_batches_share_the_rows() -> None:
 
 
 def test_windows_are_consecutive_steps_of_an_environment() -> None:
-    ours = made(32, 4)
+    ours = made(32, 4, sequence_length=5)
     steps = steps_of(60, 4, False)
     for step in steps:
         ours.add_samples(**step)
