@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields as dataclass_fields
-from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,7 +38,6 @@ from gpu_replay.engines.trajectory_storage import (
 )
 from gpu_replay.fields import Field
 from gpu_replay.hindsight import Hindsight, check_saved_relabel
-from gpu_replay.ops.eligibility import StreamShape
 from gpu_replay.samplers import Sampler, Sequences
 from gpu_replay.spaces import autoreset_name, step_fields, vector_settings, warn_of_stacks
 
@@ -478,9 +476,6 @@ class TrajectoryReplayBuffer(Buffer):
         if begins:
             buffer.begin_episodes()
         return buffer
-
-    def _shape_of(self, saved: Mapping[str, Any]) -> StreamShape:
-        return replace(self._settings, sequences=saved.get("sequences")).shape
 
 
 def _on_host(flags: Tensor | np.ndarray) -> np.ndarray:

@@ -336,14 +336,13 @@ class StatefulBuffer(SharedSettings, ABC):
             saved.restore(buffer._restoring(arguments), Share(1, 0, saved.capacity), saved.seed)
         return buffer
 
-    def _shape_of(self, saved: Mapping[str, Any]) -> StreamShape | None:
-        """How the ring of steps of a buffer with these arguments is divided, and what its rows are."""
-        return self._shape
-
     def _restoring(self, saved: Mapping[str, Any]) -> checkpoint_state.BufferState:
         """What the state of a buffer with these arguments is restored through; its rows may be others."""
-        state, after, before = self._buffer_state(), self._shape, self._shape_of(saved)
-        if after is None or before is None or after == before:
+        state, after, rows = self._buffer_state(), self._shape, saved.get("sequences")
+        if after is None:
+            return state
+        before = replace(after, length=0, strict=False, stride=1) if rows is None else replace(after, **vars(rows))
+        if before == after:
             return state
         pending = torch.zeros((before.lines, before.num_envs), dtype=torch.int64, device=self._device)
 
