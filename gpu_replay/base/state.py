@@ -315,7 +315,8 @@ class StatefulBuffer(SharedSettings, ABC):
 
         check: raises where the saved arguments do not allow those given.
         """
-        for name in given.keys() - {"relabel", "sequences", "storage_device", "storage_path"}:
+        known = {"storage_device", "storage_path"} | ({"relabel", "sequences"} if cls._tracks_eligibility else set())
+        for name in given.keys() - known:
             raise TypeError(
                 f"load gives the buffer that was saved, with its own settings; it takes no {name!r}. For another "
                 "capacity or sampler make a new buffer and fill it from old.batches(size): see the guide, Checkpoints."

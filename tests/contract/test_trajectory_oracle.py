@@ -118,6 +118,7 @@ SEQUENCES: dict[str, tuple[str, int, dict[str, Any], dict[int, str]]] = {
     "so are all steps whose window reaches it": ("...U.....", 3, {"n_step": 2, **SAME}, {0: "110", 1: "100", 4: "111"}),
     "one that was seen is not": ("..U....", 3, {"final": True, **SAME}, {0: "111", 1: "110", 2: "100", 3: "111"}),
     "a broken stream ends the mask": ("...|....", 3, {}, {0: "110", 1: "100", 3: "111"}),
+    "and the windows that reach it": ("....|.....", 3, {"n_step": 2}, {0: "110", 1: "100", 4: "111"}),
     "which the next step tells": ("...|", 3, {}, {}),
     "the window that the last step needs may be longer": ("......", 2, {"n_step": 4}, {0: "11"}),
     "a row may end with a dead step": ("..T.", 3, {}, {0: "111", 1: "110"}),

@@ -23,7 +23,7 @@ from sparse_memory import SparseMemory, sparse
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from gpu_replay import Field
+from gpu_replay import Field, Sequences
 from gpu_replay.ops import priorities, rank_draw, ring
 from gpu_replay.ops.counters import Counter, HostWords, new_counters
 from gpu_replay.ops.draw import PERMUTATION_WORDS, digits_for, make_draw, permuted_ranks, targets_in
@@ -154,11 +154,12 @@ def of_steps(sampler: str, fields: Any, reached: Any, envs: int = 2, settings: A
 
 
 OBS = {"obs": Field((8,), torch.uint8), **ACTION}
+ROWS = {"stack": 3, "n_step": 2, "autoreset": "same_step", "sequences": Sequences(2)}
 # fields and rewards, metadata, final observations, and trees
 STARTS = {"add_step_kernel": 10, "gather_windows_kernel": 8}
 WITH_GOALS = {"add_step_kernel": 13, "gather_windows_kernel": 9}
 WITH_GOALS |= {"choose_goals_kernel": 4, "gather_kernel": 2, "draw_kernel": 1}
-BY_MASS = {"add_step_kernel": 11, "gather_windows_kernel": 7, "draw_kernel": 2, "update_kernel": 2}
+BY_MASS = {"add_step_kernel": 11, "draw_kernel": 2, "update_kernel": 2}
 CASES = {
     "rows by mass": of_rows("proportional"),
     "rows, all options": of_rows("annealed", find_extreme_kernel=1),
@@ -171,6 +172,7 @@ CASES = {
         )
     ),
     "starts by mass": of_steps("combined-proportional", OBS, STARTS | BY_MASS),
+    "sequences by mass": of_steps("combined-proportional", OBS, STARTS | BY_MASS, settings=ROWS),
     "starts": of_steps("uniform", OBS, STARTS | {"draw_kernel": 1}),
     "goals": of_steps("combined", GOALS | ACTION, WITH_GOALS, settings=RELABEL),
     "goals of one": of_steps("proportional", GOALS | ACTION, WITH_GOALS | {"update_kernel": 2}, 1, settings=RELABEL),
