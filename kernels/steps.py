@@ -131,14 +131,20 @@ def keep_finals(
 
 
 @triton.jit
-def has_target(age, n_step, depth, whole, waited, closing):
+def has_target(age, n_step, named, depth, full, waited, closing):
     """Whether a step stores the target of the one `age` steps before it, of its episode: [AGES, ENVS].
 
     Its observation ends the full windows, an ending or its final observation all windows.
     """
     early = closing[None, :] | (waited[None, :] & (age > 0))
-    stored = ((age == n_step) & whole[None, :]) | ((age < n_step) & early)
-    return stored & (depth[None, :] >= age)
+    stored = ((age == n_step) & (full | waited)[None, :]) | ((age < n_step) & early)
+    return stored & named[None, :] & (depth[None, :] >= age)
+
+
+@triton.jit
+def slots_before(head, back, capacity, env):
+    """The slots of the keys `back` before those of a step whose first slot is `head`; the ring wraps at most once."""
+    return tl.where(head >= back, head, head + capacity) - back + env[None, :]
 
 
 @triton.jit(
@@ -334,14 +340,14 @@ def add_step_kernel(
         closing = (flags & (TERMINATED | FINAL)) != 0
         waited = (full == 0) & ((before & (TERMINATED | TRUNCATED)) == TRUNCATED)
         age = tl.arange(0, AGES)[:, None].to(tl.int64)
-        chosen = named[None, :] & has_target(age, n_step, depth, full | waited, waited, closing)
         # the start lies so many steps back
         before_it = age
+        back = age * envs
+        chosen = has_target(age, n_step, named, depth, full, waited, closing)
         behind_start = depth[None, :] - age
         if SEQUENCES:
-            back = age * envs
             told = chosen & (age > 0)
-            told_slot = tl.where(head >= back, head, head + capacity) - back + env[None, :]
+            told_slot = slots_before(head, back, capacity, env)
             told_flags = tl.load(flags_ptr + told_slot, mask=told, other=0)
         if LONG:
             # the steps that the one before left open are settled by an ending, a cut, or the observation after them
@@ -355,14 +361,14 @@ def add_step_kernel(
                 own_depth = tl.where(full, depth.to(tl.int64), -1)
                 chosen = chosen & (tl.where(age > 0, behind[None, :] - age, own_depth[None, :]) >= ahead)
             before_it = age + ahead
-        back = before_it * envs
+            back = before_it * envs
         start = added - back
-        earlier = tl.where(head >= back, head, head + capacity) - back + env[None, :]
         if LONG:
+            earlier = slots_before(head, back, capacity, env)
             chosen = chosen & (start >= oldest)
             behind_start = tl.load(depth_ptr + earlier, mask=chosen, other=0)
             known = (tl.load(flags_ptr + earlier, mask=chosen, other=0) & TARGET) != 0
-            chosen = chosen & (known | has_target(before_it, n_step, depth, full | waited, waited, closing))
+            chosen = chosen & (known | has_target(before_it, n_step, named, depth, full, waited, closing))
         if STRIDED:
             chosen = chosen & (remainder(tl.maximum(start, 0), turn, per_turn) == 0)
         # the first frame of the stack is stored
@@ -373,6 +379,7 @@ def add_step_kernel(
         pending_mass = tl.load(pending_ptr + its_line + env[None, :], mask=chosen & (before_it > 0), other=0)
         pending_mass = tl.where(chosen, tl.where(before_it == 0, own[None, :], pending_mass), 0)
         new = tl.where(chosen, tl.where(pending_mass > 0, pending_mass, initial), 0)
+        earlier = slots_before(head, back, capacity, env)
         touched = chosen
         if not LONG:
             touched = chosen | (named[None, :] & (age == 0))
