@@ -201,7 +201,7 @@ ROWS = (None, Sequences(1, stride=2), Sequences(3, strict=True), Sequences(6))
 def test_a_loaded_buffer_may_give_other_rows(name: str, mode: str, device: str, tmp_path: Path) -> None:
     draw = random.Random(f"{name} {mode}")
     pairs = [(one, other) for one in ROWS for other in ROWS if one != other]
-    for case, (before, after) in enumerate(draw.sample(pairs, scale(12, 4))):
+    for case, (before, after) in enumerate(draw.sample(pairs, scale(12, 2))):
         settings = {"sampler": SAMPLERS[name], "n_step": 2, "stack": 2, "autoreset": mode, "sequences": before}
         pair = StepPair(2 * 30, 2, device=device, **settings)
         for turn in range(draw.randint(1, 9)):

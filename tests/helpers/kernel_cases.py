@@ -143,7 +143,7 @@ MORE_CASES: dict[str, tuple[Any, ...]] = {
     ),
     "sequences by rank, all options": (
         *(2_100_000, VECTORS, Combined(ALL_RANKS)),
-        {"n_step": 8, "sequences": Sequences(40, strict=True), **SAME_STEP},
+        {"n_step": 8, "sequences": Sequences(5, strict=True), **SAME_STEP},
     ),
     "streams by rank, all options": (2_100_000, VECTORS, Combined(ALL_RANKS), {"n_step": 8, **SAME_STEP}),
     "5 levels, all options": (2_100_000, SMALL, EVERYTHING),
