@@ -149,7 +149,7 @@ def test_names_with_and_without_their_prefix_mean_the_same_and_sequences_are_ref
         for a, d in (("achieved_goal", "desired_goal"), (ACHIEVED, DESIRED))
     )
     assert short.state_dict()["settings"] == long.state_dict()["settings"]
-    with pytest.raises(ValueError, match="sequences cannot relabel"):
+    with pytest.raises(ValueError, match="relabel rewrites single steps"):
         made(device, relabel=hindsight(), sequences=Sequences(3))
     same(short.sample(8), long.sample(8))
 
