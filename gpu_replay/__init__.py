@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from gpu_replay.errors import CheckpointError
     from gpu_replay.fields import Field
     from gpu_replay.hindsight import Hindsight
-    from gpu_replay.samplers import Combined, Latest, LinearSchedule, Proportional, RankBased, Sampler, Uniform
+    from gpu_replay.samplers import (
+        Combined,
+        Latest,
+        LinearSchedule,
+        Proportional,
+        RankBased,
+        Sampler,
+        Sequences,
+        Uniform,
+    )
     from gpu_replay.sharded.buffer import ShardedReplay
     from gpu_replay.stats import Stats
     from gpu_replay.trajectory_buffer import TrajectoryReplayBuffer
@@ -38,6 +47,7 @@ __all__ = [
     "LinearSchedule",
     "Sampler",
     "Hindsight",
+    "Sequences",
     "Stats",
     "CheckpointError",
     "__version__",
@@ -45,7 +55,7 @@ __all__ = [
 
 # modules whose names differ from the names that they export
 _MODULES = {"ReplayBuffer": "buffer", "TrajectoryReplayBuffer": "trajectory_buffer", "ReplayMixture": "buffer"}
-_SAMPLERS = ("Uniform", "Proportional", "RankBased", "Latest", "Combined", "LinearSchedule", "Sampler")
+_SAMPLERS = ("Uniform", "Proportional", "RankBased", "Latest", "Combined", "LinearSchedule", "Sampler", "Sequences")
 _MODULES |= dict.fromkeys(_SAMPLERS, "samplers")
 _MODULES |= {"Field": "fields", "CheckpointError": "errors"}
 _MODULES["ShardedReplay"] = "sharded.buffer"

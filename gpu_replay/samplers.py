@@ -16,11 +16,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from gpu_replay.ops.counters import HostWords, blocks_for
+from gpu_replay.ops.counters import HostWords
 from gpu_replay.ops.draw import (
-    ALL,
     PERMUTATION_WORDS,
-    REDRAWS,
     DrawRange,
     draw_by_mass,
     permuted_ranks,
@@ -79,8 +77,27 @@ class LinearSchedule:
         return self.start + (self.end - self.start) * min(step, self.steps) / self.steps
 
 
-# takes a first place and a number
-SlotsFrom = Callable[[int, int], np.ndarray]
+@dataclass(frozen=True)
+class Sequences:
+    """Let each row of a batch be `length` consecutive steps of one environment, for recurrent agents and world models.
+
+    length: steps `L` of a row, at least 1; a burn-in is a part of them.
+    strict: whether all lie in one episode; the last one may end it.
+    stride: what the number of the first step, `key // num_envs`, is a multiple of.
+
+    Give it to a TrajectoryReplayBuffer as `sequences`. Raises TypeError or ValueError for numbers below 1.
+
+    Kapturowski et al. 2019, "Recurrent Experience Replay in Distributed Reinforcement Learning" (R2D2).
+    """
+
+    length: int
+    strict: bool = False
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", check_int("Sequences length", self.length, 1, 2**24))
+        object.__setattr__(self, "strict", check_bool("Sequences strict", self.strict))
+        object.__setattr__(self, "stride", check_int("Sequences stride", self.stride, 1, 2**31 - 1))
 
 
 class HostDraw(NamedTuple):
@@ -104,32 +121,6 @@ class Rows(NamedTuple):
     least: float = 0
 
 
-class Again(NamedTuple):
-    """Draws in place of others, so many times of these (K,) rows of a batch, each from all that can be drawn."""
-
-    times: int
-    rows: np.ndarray
-
-
-class TooFewWindows(Exception):
-    """Of the starts that fit there are fewer than a batch needs; its argument says how many there are."""
-
-
-# which of (B,) slots fit, as bool; None: all
-Fits = Callable[[np.ndarray], np.ndarray] | None
-
-
-def walked(rows: int, count: int, fits: Callable[[np.ndarray], np.ndarray], slots_from: SlotsFrom) -> np.ndarray:
-    """The first `rows` slots that fit on a walk over `count`: `slots_from(first, n)` are n of them, from a first on."""
-    found, done = np.empty(0, dtype=np.int64), 0
-    while found.size < rows and done < count:
-        some = slots_from(done, min(max(rows, done), count - done))
-        found, done = np.concatenate((found, some[fits(some)])), done + some.size
-    if found.size < rows:
-        raise TooFewWindows(found.size)
-    return found[:rows]
-
-
 class HostState(Protocol):
     """What a sampler draws from on the host; `HostSampler` implements it."""
 
@@ -147,16 +138,7 @@ class HostState(Protocol):
     @property
     def ranks(self) -> HostRanks: ...
     def span(self) -> tuple[int, int]: ...
-    def range(self, tree: MassTree, skipped: int, *, by_key: bool = False) -> DrawRange: ...
-
-
-def doubles_of(host: HostState, count: int, again: Again | None) -> np.ndarray:
-    """The next float64 in [0, 1) for each of `count` rows, or, one time after the other, for those drawn again."""
-    if again is None:
-        return host.random.doubles(count)
-    # each time takes the words of all rows
-    words = 4 * blocks_for(count)
-    return host.random.doubles(again.times * words).reshape(again.times, words)[:, again.rows].reshape(-1)
+    def range(self, tree: MassTree) -> DrawRange: ...
 
 
 class Sampler(ABC):
@@ -270,43 +252,15 @@ class BaseSampler(Sampler):
         """Transitions that `rows` rows need, if more than one."""
         return 0
 
-    def draw(self, host: HostState, rows: int, beta: float | None, skipped: int, fits: Fits = None) -> HostDraw:
-        """Draw `rows` slots on the host, none of them among the newest `skipped`.
-
-        fits: slots that do not fit are drawn again from all that can be drawn, and at last from those that fit.
-        """
-        begin = host.random.block
-        slots, parts, total, least = self._rows(host, rows, skipped)
-        if fits is not None:
-            fitting, tried = fits(slots), 0
-            while tried < REDRAWS and not fitting.all():
-                # as many draws of each row as there were before, of which the first that fits counts
-                missing, times = np.flatnonzero(~fitting), max(1, tried)
-                again = self._rows(host, rows, 0, Again(times, missing))
-                found = fits(again.slots).reshape(times, missing.size)
-                chosen = found.argmax(axis=0) * missing.size + np.arange(missing.size)
-                slots[missing], parts[missing] = again.slots[chosen], again.parts[chosen]
-                fitting[missing], tried = found.any(axis=0), tried + times
-            # all places of the stream that a device may take
-            host.random.block = max(host.random.block, begin + (1 + REDRAWS) * blocks_for(rows))
-            if fitting.all():
-                host.random.block += blocks_for(rows)
-            else:
-                every, shares = self._everything(host)
-                chosen = np.flatnonzero(fits(every) & (shares > 0))
-                if not chosen.size:
-                    raise TooFewWindows(0)
-                ends = shares[chosen].cumsum()
-                targets = host.random.doubles(rows)[~fitting] * ends[-1]
-                there = chosen[np.minimum(np.searchsorted(ends, targets, side="right"), chosen.size - 1)]
-                slots[~fitting], parts[~fitting] = every[there], shares[there]
+    def draw(self, host: HostState, rows: int, beta: float | None) -> HostDraw:
+        """Draw `rows` slots on the host."""
+        slots, parts, total, least = self._rows(host, rows)
         weight = weights_of((least or parts.min()) / parts, self.beta_at(host.step) if beta is None else beta)
         return HostDraw(slots, (parts / total).astype(np.float32), weight)
 
-    def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
-        """Draw so many rows by chance, or some of them again."""
-        total, slots_at = self._drawable(host, skipped)
-        count = count if again is None else again.times * again.rows.size
+    def _rows(self, host: HostState, count: int) -> Rows:
+        """Draw so many rows by chance."""
+        total, slots_at = self._drawable(host)
         places = np.ascontiguousarray(self.places(total, count, host.random), dtype=np.int64)
         if places.shape != (count,) or places.min() < 0 or places.max() >= total:
             raise ValueError(f"{self}: places({total}, {count}) must return {count} integers from 0 to {total - 1}.")
@@ -320,11 +274,6 @@ class BaseSampler(Sampler):
             host.chances_checked = True
         return Rows(slots_at(places), chances, 1.0)
 
-    def _everything(self, host: HostState) -> tuple[np.ndarray, np.ndarray]:
-        """All slots that can be drawn, and what their chances are proportional to."""
-        total, slots_at = self._drawable(host, 0)
-        return slots_at(np.arange(total)), self._all_chances(total)
-
     def _all_chances(self, total: int) -> np.ndarray:
         """The probability, (total,) float64, of each place; ValueError where they are no probabilities."""
         chances = np.asarray(self.chances(np.arange(total), total), dtype=np.float64)
@@ -337,7 +286,7 @@ class BaseSampler(Sampler):
         return chances
 
     def _drawable(
-        self, host: HostState, skipped: int, needed: int = 1, *, by_key: bool = True
+        self, host: HostState, needed: int = 1, *, by_key: bool = True
     ) -> tuple[int, Callable[[np.ndarray], np.ndarray]]:
         """How many slots can be drawn, and what finds them by their places, counted from the oldest, or in the order of
         slots, which takes no search for the oldest.
@@ -345,8 +294,8 @@ class BaseSampler(Sampler):
         (first, added), tree = host.span(), host.starts
         if tree is None:
             return _some(added - first, needed), lambda places: slots_of(places, first, host.capacity)
-        within = host.range(tree, skipped, by_key=by_key)
-        return _some(within.mass, needed), lambda places: slots_in(tree, within, places)
+        within = host.range(tree) if by_key else DrawRange(tree.total())
+        return _some(within.total, needed), lambda places: slots_in(tree, within, places)
 
     def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         """Of one row, given what is kept."""
@@ -376,29 +325,14 @@ class Uniform(BaseSampler):
             return targets_in(total, random.doubles(rows), stratified=False)
         return permuted_ranks(total, rows, random.words(PERMUTATION_WORDS))
 
-    def draw(self, host: HostState, rows: int, beta: float | None, skipped: int, fits: Fits = None) -> HostDraw:
-        if fits is not None and self.replacement:
-            return super().draw(host, rows, beta, skipped, fits)
-        count, slots_at = self._drawable(host, skipped, 0 if fits else self.distinct_rows(rows), by_key=False)
-        if fits is None:
-            slots = slots_at(self.places(count, rows, host.random))
-        else:
-            words = host.random.words(PERMUTATION_WORDS)
-            slots = walked(rows, count, fits, lambda first, some: slots_at(permuted_ranks(count, some, words, first)))
+    def draw(self, host: HostState, rows: int, beta: float | None) -> HostDraw:
+        count, slots_at = self._drawable(host, self.distinct_rows(rows), by_key=False)
+        slots = slots_at(self.places(count, rows, host.random))
         # half the time of np.full and np.ones
         probability, weight = np.empty(rows, np.float32), np.empty(rows, np.float32)
         probability.fill(1 / count)
         weight.fill(1)
         return HostDraw(slots, probability, weight)
-
-    def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
-        total, slots_at = self._drawable(host, skipped, by_key=False)
-        places = targets_in(total, doubles_of(host, count, again), stratified=False)
-        return Rows(slots_at(places), np.ones(places.size), total, 1)
-
-    def _everything(self, host: HostState) -> tuple[np.ndarray, np.ndarray]:
-        total, slots_at = self._drawable(host, 0, by_key=False)
-        return slots_at(np.arange(total)), np.ones(total)
 
     def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         return uniform_distribution(eligible)
@@ -473,26 +407,13 @@ class Proportional(_Prioritized):
     def rule(self, slots: int) -> Rule:
         return MassRule.for_slots(slots, self.alpha, self.eps, self.clip)
 
-    def draw(self, host: HostState, rows: int, beta: float | None, skipped: int, fits: Fits = None) -> HostDraw:
-        if fits is not None:
-            return super().draw(host, rows, beta, skipped, fits)
+    def draw(self, host: HostState, rows: int, beta: float | None) -> HostDraw:
         # one loop places, finds and weighs
         tree, doubles = host.masses, host.random.doubles(rows)
-        within = host.range(tree, skipped) if skipped else ALL
-        over_buffer = self.normalizes_over_buffer
-        drawn = draw_by_mass(tree, doubles, stratified=self.stratified, over_buffer=over_buffer, within=within)
+        drawn = draw_by_mass(tree, doubles, stratified=self.stratified, over_buffer=self.normalizes_over_buffer)
         _some(drawn.mass)
         weight = weights_of(drawn.ratio, self.beta_at(host.step) if beta is None else beta)
         return HostDraw(drawn.slots, drawn.probability, weight)
-
-    def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
-        tree, doubles = host.masses, doubles_of(host, count, again)
-        slots, _, _, total = draw_by_mass(tree, doubles, stratified=self.stratified and again is None)
-        least = tree.lowest().item() if self.normalizes_over_buffer else 0
-        return Rows(slots, tree.host.flat[slots], _some(total), least)
-
-    def _everything(self, host: HostState) -> tuple[np.ndarray, np.ndarray]:
-        return np.arange(host.capacity), host.masses.host.flat[: host.capacity]
 
     def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         return mass_distribution(leaves, rule)
@@ -523,13 +444,9 @@ class RankBased(_Prioritized):
     def rule(self, slots: int) -> Rule:
         return OrderRule()
 
-    def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
-        doubles, stratified = doubles_of(host, count, again), self.stratified and again is None
-        ranked = host.ranks.draw(doubles, stratified=stratified, skipped=skipped)
+    def _rows(self, host: HostState, count: int) -> Rows:
+        ranked = host.ranks.draw(host.random.doubles(count), stratified=self.stratified)
         return Rows(ranked.slots, ranked.masses, ranked.total, ranked.last if self.normalizes_over_buffer else 0)
-
-    def _everything(self, host: HostState) -> tuple[np.ndarray, np.ndarray]:
-        return host.ranks.all()
 
     def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         return rank_distribution(leaves, rule, self.alpha)

@@ -7,9 +7,9 @@ pass in; the work is done by an engine, `host_trajectory.py` on CPU tensors or `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import fields as dataclass_fields
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -30,12 +30,13 @@ from gpu_replay.engines.trajectory_storage import (
     Padding,
     StreamSettings,
     TrajectoryStorage,
+    check_sequences,
     check_stream_fields,
     trajectory_estimate,
 )
 from gpu_replay.fields import Field
 from gpu_replay.hindsight import Hindsight, check_saved_relabel
-from gpu_replay.samplers import Sampler, TooFewWindows
+from gpu_replay.samplers import Sampler, Sequences
 from gpu_replay.spaces import (
     ASSUMED_AUTORESET,
     autoreset_name,
@@ -43,7 +44,6 @@ from gpu_replay.spaces import (
     vector_settings,
     warn_of_stacks,
 )
-from gpu_replay.validation import check_int
 
 if TYPE_CHECKING:
     from gymnasium import Env, Space
@@ -82,13 +82,18 @@ class TrajectoryReplayBuffer(Buffer):
                     observation before. Set `final_capacity` where episodes are short.
     relabel:        Hindsight, for goals: rewrites goals and rewards of a share of every batch; needs `n_step=1`.
                     Implies `terminal_obs`; truncated and terminated episodes then share the places.
+    sequences:      Sequences(length), to sample sequences of `length` steps instead of single ones; None for these.
     storage_device, storage_path: where the fields are, as in `ReplayBuffer`; rewards, flags and final observations
                     stay with the priorities.
 
     A step is an eligible start of a window while its stack, its window of at most `n_step` steps and the observation
-    after the window (unless the episode terminated inside) are stored. One thread may `add` while another samples and
-    updates. Raises MemoryError with a per-field table, before it allocates anything, when the device lacks the bytes;
-    KeyError, TypeError, ValueError for invalid settings.
+    after the window (unless the episode terminated inside) are stored. With `sequences` it begins a row while it is
+    such a start, and the `L` steps from it on are stored and settled: each has its window and the observation after it,
+    or is known never to have them: windows that end with a truncation without a final observation, reset steps, and
+    windows that `begin_episodes` broke off (from the next `add` on). With `strict` all `L` lie in one episode, to which
+    a reset step does not belong. One thread may `add` while another samples and updates. Raises MemoryError with a
+    per-field table, before it allocates anything, when the device lacks the bytes; KeyError, TypeError, ValueError for
+    invalid settings.
 
     Mnih et al. 2015 (frames stored once); Sutton 1988 (n-step returns).
     """
@@ -117,13 +122,14 @@ class TrajectoryReplayBuffer(Buffer):
         final_capacity: int | None = None,
         terminal_obs: bool = False,
         relabel: Hindsight | None = None,
+        sequences: Sequences | None = None,
         storage_device: torch.device | str | None = None,
         storage_path: StoragePath | None = None,
     ) -> None:
         checked = check_stream_fields(fields)
         mode = autoreset_name(autoreset)
         given = StreamSettings(
-            capacity, num_envs, stack, n_step, gamma, mode, padding, final_capacity, terminal_obs, relabel
+            capacity, num_envs, stack, n_step, gamma, mode, padding, final_capacity, terminal_obs, relabel, sequences
         )
         self._settings = given.checked(checked)
         if autoreset is ASSUMED_AUTORESET and self._settings.num_envs == 1:
@@ -134,7 +140,18 @@ class TrajectoryReplayBuffer(Buffer):
         self._checks = validation.checks_of(self._step_fields)
         observations, on_host = self._streams.observations, self._on_host
         self._input = StepInput(self._step_fields, observations, self._settings, self._device, on_host=on_host)
-        self._needed = f": a start needs n_step={n_step} steps of its environment, and the observation after them"
+
+    def _missing(self) -> str:
+        rows, envs = self._settings.sequences, self._settings.num_envs
+        if rows is None:
+            return f": a start needs n_step={self.n_step} steps of its environment, and the observation after them"
+        first, added = self._sampling.span()
+        needed = f"an episode of {rows.length} steps" if rows.strict else f"{rows.length} steps of an environment"
+        begins = f" that begin at a multiple of {rows.stride} steps" if rows.stride > 1 else ""
+        return (
+            f": a row of {rows} needs {needed}{begins}, and the observation after its first n_step={self.n_step}; "
+            f"{(added - first) // envs} steps of each environment are stored"
+        )
 
     def _sizes(self) -> dict[str, int]:
         return trajectory_estimate(self._settings.shape, self._fields, self._sampler, self._backend)
@@ -232,6 +249,11 @@ class TrajectoryReplayBuffer(Buffer):
     def relabel(self) -> Hindsight | None:
         """How sampled batches are relabelled, or None."""
         return self._settings.relabel
+
+    @property
+    def sequences(self) -> Sequences | None:
+        """What a row of a batch is, or None for a single step."""
+        return self._settings.sequences
 
     # calls
 
@@ -357,9 +379,20 @@ class TrajectoryReplayBuffer(Buffer):
         key, probability, weight: (B,), as in ReplayBuffer.
 
         Every other field is taken from the first step. With `relabel`, a share of the rows has other goals and rewards.
+        With `sequences` a row is `L` steps, and a batch holds:
 
-        Raises RuntimeError when no step is eligible, ValueError when fewer distinct steps are eligible than `B`. A beta
-        schedule advances by one.
+        obs:         (B, L, S, *shape), without the stack axis when S is 1; every other field (B, L, *shape).
+        next_obs, reward, discount: (B, L, ...), of each step's window as above.
+        terminated, truncated: (B, L), of the single steps.
+        mask:        (B, L) bool, where a step belongs to the episode of the first one and the observation after its
+                     window is stored, unless the episode terminated inside. So the first is always True; False are the
+                     steps from the next episode on, and those before a truncation without `final_obs` or
+                     `begin_episodes` whose windows reach it. There only the steps' own fields mean anything, and
+                     `discount` is 0.
+        key, probability, weight: (B,), of the first step; `key[:, None] + torch.arange(L) * E` are those of all steps.
+
+        Raises RuntimeError when no step is eligible, which says what is missing, ValueError when fewer distinct steps
+        are eligible than `B`. A beta schedule advances by one.
         """
         if compiler.is_dynamo_compiling():
             return outside(TrajectoryReplayBuffer.sample, self, batch_size, beta=beta)
@@ -375,78 +408,13 @@ class TrajectoryReplayBuffer(Buffer):
                 self._refuse_calls(RELABELS, "sampling", "span", "counts", "read", "stored")
                 return Batch(engine.sample(batch, exponent))
 
-    def sample_sequences(
-        self,
-        batch_size: int,
-        length: int,
-        burn_in: int = 0,
-        *,
-        beta: float | None = None,
-        strict: bool = False,
-        stride: int = 1,
-    ) -> Batch:
-        """Sample `B` windows of `L = burn_in + length` consecutive steps of one environment, for recurrent agents.
-
-        strict: sample only windows that lie within one episode; the last step may end it.
-        stride: sample only windows whose first step number, `key // num_envs`, is a multiple of this.
-
-        The sampler chooses the first step among eligible ones with L stored steps. A batch holds:
-
-        obs:      (B, L, S, *shape), without the stack axis when S is 1; every other field (B, L, *shape).
-        next_obs, reward, discount: (B, L, ...), per step as in `sample`. With `n_step > 1` `reward` is the sum over
-                  the step's window, `next_obs` follows that window, and `discount` is 0 where the episode terminated
-                  in it. Windows end with the newest step. If the observation after one is missing (not yet added, or a
-                  truncated episode without `final_obs`), the window's last one takes its place.
-        terminated, truncated: (B, L), of the single steps.
-        mask:     (B, L) bool, False from the first step after the starting episode ends; there only the steps' own
-                  fields are meaningful.
-        key, probability, weight: (B,), of the first step.
-
-        With `strict` or `stride` the sampler draws from all eligible steps, and draws rows that do not fit again, at
-        most 64 times, so the cost does not depend on what is stored. `Uniform()` continues along its permutation; the
-        newest rows are the newest that fit. `probability` refers to one draw from all eligible steps, and ranks count
-        all of them; weights are right, since they need no total. For rows still missing, a CPU scans the buffer once.
-        On CUDA, which does not wait for a scan, such a row has weight and probability 0, a `mask` of False and the key
-        -1, which `update_priorities` ignores; its other values mean nothing.
-
-        Raises RuntimeError when no such window is stored, ValueError when fewer distinct ones are stored than `B`. A
-        beta schedule advances by one.
-
-        Kapturowski et al. 2019 (R2D2) for burn-in.
-        """
-        if compiler.is_dynamo_compiling():
-            options: Any = {"beta": beta, "strict": strict, "stride": stride}
-            return outside(TrajectoryReplayBuffer.sample_sequences, self, batch_size, length, burn_in, **options)
-        batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
-        steps = check_int("length", length, 1) + check_int("burn_in", burn_in, 0)
-        every = check_int("stride", stride, 1, 2**63 - 1)
-        whole = validation.check_bool("strict", strict)
-        if self._settings.relabel is not None:
-            raise ValueError(
-                "sample_sequences cannot relabel goals. Sample single transitions, or make a buffer without relabel."
-            )
-        with self._lock:
-            call = f"sample_sequences({batch}, {length}, {burn_in})"
-            first, added = self._engine.span_of_steps()
-            if added - first < steps:
-                raise RuntimeError(
-                    f"{call} needs {steps} consecutive steps of an environment; the buffer holds {added - first}. "
-                    "Add more, or ask for shorter windows."
-                )
-            skipped = (steps - 1) * self._settings.num_envs
-            if whole or every > 1:
-                call, skipped = f"{call} with strict={whole}, stride={every}", 0
-            self._check_enough(batch, skipped, call)
-            try:
-                return Batch(self._engine.sample_sequences(batch, (steps, whole, every), exponent))
-            except TooFewWindows as few:
-                found = few.args[0]
-            if not found:
-                what = f"stored episode is as long as {steps} steps" if whole else f"window of {steps} steps is stored"
-                begins = f" from a step whose number is a multiple of {every} on" if every > 1 else ""
-                raise RuntimeError(f"{call}: no {what}{begins}. Ask for shorter windows.")
-            self._check_enough(batch, call=call, available=found)
-            raise RuntimeError(f"{call}: {found} windows were found, fewer than were counted.")
+    def sample_sequences(self, *_: Never, **__: Never) -> Never:
+        """Raises TypeError: what a row of a batch is, is a setting of the buffer, `sequences`."""
+        raise TypeError(
+            "a buffer samples one kind of row, said when it is made: TrajectoryReplayBuffer(..., "
+            "sequences=Sequences(burn_in + length, strict=..., stride=...)), then sample(B); of a checkpoint "
+            "load(path, sequences=...)."
+        )
 
     def clear(self) -> None:
         """Forget all steps; keys, the counts of `stats()` and unfinished episodes continue.
@@ -471,6 +439,7 @@ class TrajectoryReplayBuffer(Buffer):
         device: torch.device | str | None = None,
         relabel: Hindsight | None = None,
         *,
+        sequences: Sequences | Literal["saved"] | None = "saved",
         begin_episodes: bool = False,
         storage_device: torch.device | str | None = None,
         storage_path: StoragePath | None = None,
@@ -479,19 +448,31 @@ class TrajectoryReplayBuffer(Buffer):
         """Load the buffer that `save` wrote, on any device.
 
         relabel:  the saved buffer's `relabel`, whose functions are not saved.
+        sequences: another kind of row for the stored steps: Sequences(length), or None for single steps. Priorities
+                  stay; a start that had none has that of a new one.
         begin_episodes: True if you reset the environments since the save, as nearly every program does: the next steps
                   begin episodes, as after `begin_episodes()`. Otherwise they continue the saved episodes, and windows
                   would join the old episode with the new one.
         storage_device, storage_path: where to put the fields, wherever the saved buffer had them.
 
-        Raises CheckpointError that says what is damaged, ValueError for another `relabel` than the saved buffer's.
+        Raises CheckpointError that says what is damaged, ValueError for another `relabel` than the saved buffer's and
+        for sequences that do not fit, TypeError for anything but these.
         """
         begins = validation.check_bool("begin_episodes", begin_episodes)
+        rows = {} if isinstance(sequences, str) and sequences == "saved" else {"sequences": check_sequences(sequences)}
+
+        def check(saved: dict[str, Any]) -> None:
+            check_saved_relabel(path, relabel, saved)
+            if rows:
+                known = {each.name: saved[each.name] for each in dataclass_fields(StreamSettings) if each.name in saved}
+                StreamSettings(**(known | rows | {"relabel": relabel})).checked(saved["fields"])
+
         buffer = cls._loaded(
             path,
             device,
-            partial(check_saved_relabel, path, relabel),
+            check,
             relabel=relabel,
+            **rows,
             storage_device=storage_device,
             storage_path=storage_path,
             **others,

@@ -35,14 +35,13 @@ FANOUT = tl.constexpr(32)
 SHIFT = tl.constexpr(5)
 # parts into which one step of the search for a rank divides the rest
 BASE = tl.constexpr(32)
-# how often a row that does not fit is drawn again at most
-REDRAWS = tl.constexpr(64)
 
 TERMINATED = tl.constexpr(1)
 TRUNCATED = tl.constexpr(2)
 DEAD = tl.constexpr(4)
 FINAL = tl.constexpr(8)
 CUT = tl.constexpr(16)
+TARGET = tl.constexpr(32)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from .constants import (
     SATURATED,
     SHIFT,
     STALE,
+    TARGET,
     TERMINATED,
     TRUNCATED,
     is_last,
@@ -191,34 +192,78 @@ def add_to_root(root_ptr, node, change):
 
 
 @triton.jit
-def waiting_steps(key, slot, named, streams, ring, capacity, per_capacity, counters_ptr, NEXT_STEP: tl.constexpr):
-    """Which of the named live steps, which cannot be drawn, may be drawn once their windows are complete.
+def waiting_steps(
+    key,
+    slot,
+    named,
+    streams,
+    ring,
+    rows,
+    capacity,
+    per_capacity,
+    counters_ptr,
+    NEXT_STEP: tl.constexpr,
+    LONG: tl.constexpr,
+    STRICT: tl.constexpr,
+):
+    """Which of the named live steps, which cannot be drawn, may be drawn once their rows are decided.
+
+    The rule is that of `waiting_place` of the host.
 
     streams: flags, depths, and masses that wait. ring: environments, frames of a stack and steps of a window, the first
-             with its reciprocal.
+             with its reciprocal. rows: steps from the first of a row to its last, and the stride with its reciprocal.
     """
     flags_ptr, depth_ptr, _ = streams
     envs, per_envs, stack, n_step = ring
+    ahead, stride, per_stride = rows
     added = tl.load(counters_ptr + ADDED)
     oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
     number, env = divided(tl.where(named, key, 0), envs, per_envs)
     age = divided(tl.maximum(added - 1, 0), envs, per_envs)[0] - number
-    waits = named & (age < n_step)
+    waits = named & (age < ahead + n_step)
     newest = remainder(tl.maximum(added - envs, 0) + env, capacity, per_capacity)
     flag = tl.load(flags_ptr + newest, mask=waits, other=DEAD).to(tl.int32)
-    ended = flag & (TERMINATED | TRUNCATED)
-    is_open = ended == 0
-    if NEXT_STEP:
-        # the next step brings the final observation
-        is_open = is_open | (ended == TRUNCATED)
-    waits = waits & is_open & ((flag & (DEAD | CUT)) == 0)
-    waits = waits & (tl.load(depth_ptr + newest, mask=waits, other=-1) >= age)
+    behind = tl.load(depth_ptr + newest, mask=waits, other=-1).to(tl.int64)
+    SETTLES: tl.constexpr = TERMINATED | (DEAD if NEXT_STEP else TRUNCATED)
+    # steps that are not settled, from the newest back
+    unsettled = tl.where((flag & SETTLES) != 0, 0, tl.minimum(behind + 1, n_step))
+    waits = waits & (age < ahead + unsettled)
+    # its own target is still to come
+    own = (age < unsettled) & ((flag & CUT) == 0)
+    if LONG:
+        known = tl.load(flags_ptr + slot, mask=waits, other=0).to(tl.int32)
+        own = own | ((age >= unsettled) & ((known & TARGET) != 0))
+        waits = waits & (remainder(number, stride, per_stride) == 0)
+    waits = waits & own
+    if STRICT:
+        goes_on = ((flag & (TERMINATED | TRUNCATED | DEAD | CUT)) == 0) & (behind >= age)
+        last = slot + ahead * envs
+        last = tl.where(last < capacity, last, last - capacity)
+        stored = waits & (age >= ahead)
+        whole = (tl.load(flags_ptr + last, mask=stored, other=DEAD).to(tl.int32) & DEAD) == 0
+        whole = whole & (tl.load(depth_ptr + last, mask=stored, other=-1) >= ahead)
+        waits = waits & tl.where(age < ahead, goes_on, whole)
     # the first frame of the stack is stored
     frames = tl.minimum(tl.load(depth_ptr + slot, mask=waits, other=0).to(tl.int64), stack - 1)
     return waits & (key - frames * envs >= oldest)
 
 
-@triton.jit(do_not_specialize=["batch", "capacity", "per_capacity", "envs", "per_envs", "stack", "n_step", "per_lines"])
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "capacity",
+        "per_capacity",
+        "envs",
+        "per_envs",
+        "stack",
+        "n_step",
+        "lines",
+        "per_lines",
+        "ahead",
+        "stride",
+        "per_stride",
+    ]
+)
 def update_kernel(
     keys_ptr,
     priority_ptr,
@@ -233,8 +278,14 @@ def update_kernel(
     per_envs,
     stack,
     n_step,
+    lines,
     per_lines,
+    ahead,
+    stride,
+    per_stride,
     NEXT_STEP: tl.constexpr,
+    LONG: tl.constexpr,
+    STRICT: tl.constexpr,
     FINDS_WINNERS: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
@@ -246,7 +297,8 @@ def update_kernel(
 
     streams: as in `waiting_steps`: slots of mass 0 keep it, and the mass of a step that may be drawn later waits; ()
              where all that is stored can be drawn.
-    per_...: reciprocals, see `division.py`; `per_lines` of `n_step + 1` steps of all environments.
+    lines:   masses that may wait. ahead, stride, LONG, STRICT: of rows that are sequences, see `waiting_steps`.
+    per_...: reciprocals, see `division.py`.
     """
     levels, rule = tree
     position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
@@ -277,10 +329,20 @@ def update_kernel(
         accepted = winner & (new > 0)
         if len(streams) > 0:
             # a slot without mass must not be drawn, whatever its priority
-            lines = envs.to(tl.int64) * (n_step + 1)
             ring = envs.to(tl.int64), per_envs, stack, n_step
             waits = waiting_steps(
-                key, slot, winner & (old == 0), streams, ring, capacity, per_capacity, counters_ptr, NEXT_STEP
+                key,
+                slot,
+                winner & (old == 0),
+                streams,
+                ring,
+                (ahead, stride, per_stride),
+                capacity,
+                per_capacity,
+                counters_ptr,
+                NEXT_STEP,
+                LONG,
+                STRICT,
             )
             place = remainder(tl.where(waits, key, 0), lines, per_lines)
             tl.store(streams[2] + place, new, mask=waits & (new > 0))

@@ -42,27 +42,21 @@ def tile_at(program, f: tl.constexpr, LAYOUT: tl.constexpr):
 
 @triton.jit
 def slot_of(slots_ptr, item, named, sequence):
-    """The slots of items, how many steps are stored from each on, and how many it lies after the first of its row.
+    """The slots of items, and how many steps each lies after the first of its row.
 
     sequence: (), where each item has a slot of its own, and the other numbers mean nothing; or the items of a row,
-              which are steps from its slot on, environments, both with their reciprocals, steps of the ring and the
-              next key.
+              which are steps from its slot on, with their reciprocal, environments and the slots of the ring.
     """
-    left = item
-    ahead = item
     row = item
+    ahead = item
     if len(sequence) > 0:
-        span, per_span, num_envs, per_envs, steps, added = sequence
+        span, per_span, num_envs, slots = sequence
         row, ahead = divided(item, span, per_span)
     slot = tl.load(slots_ptr + row, mask=named, other=0)
     if len(sequence) > 0:
-        slots = num_envs * steps
-        # from the slot on to that of the next key, around the ring
-        rest = added % slots - slot
-        left = divided(tl.where(rest <= 0, rest + slots, rest) + num_envs - 1, num_envs, per_envs)[0] - ahead
         slot += ahead * num_envs
         slot = tl.where(slot >= slots, slot - slots, slot)
-    return slot, left, ahead, row
+    return slot, ahead
 
 
 @triton.jit

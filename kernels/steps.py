@@ -19,6 +19,7 @@ from .constants import (
     REJECTED,
     SATURATED,
     SHIFT,
+    TARGET,
     TERMINALS,
     TERMINATED,
     TRUNCATED,
@@ -166,16 +167,36 @@ def keep_finals(
         local -= programs
 
 
+@triton.jit
+def has_target(age, n_step, named, depth, full, waited, closing):
+    """Whether a step stores the target of the one `age` steps before it, of its episode: [AGES, ENVS].
+
+    Its observation ends the full windows, an ending or its final observation all windows.
+    """
+    early = closing[None, :] | (waited[None, :] & (age > 0))
+    stored = ((age == n_step) & (full | waited)[None, :]) | ((age < n_step) & early)
+    return stored & named[None, :] & (depth[None, :] >= age)
+
+
+@triton.jit
+def slots_before(head, back, capacity, env):
+    """The slots of the keys `back` before those of a step whose first slot is `head`; the ring wraps at most once."""
+    return tl.where(head >= back, head, head + capacity) - back + env[None, :]
+
+
 @triton.jit(
     do_not_specialize=[
         "envs",
         "capacity",
         "stack",
         "n_step",
+        "ahead",
+        "turn",
         "finals",
         "per_capacity",
         "per_lines",
         "per_finals",
+        "per_turn",
         "stepping",
     ]
 )
@@ -196,10 +217,13 @@ def add_step_kernel(
     capacity,
     stack,
     n_step,
+    ahead,
+    turn,
     finals,
     per_capacity,
     per_lines,
     per_finals,
+    per_turn,
     stepping,
     LAYOUT: tl.constexpr,
     ENVS: tl.constexpr,
@@ -210,6 +234,10 @@ def add_step_kernel(
     FINAL_LAYOUT: tl.constexpr,
     TERMINAL: tl.constexpr,
     HINDSIGHT: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    LONG: tl.constexpr,
+    STRICT: tl.constexpr,
+    STRIDED: tl.constexpr,
 ):
     """Store a step and its flags, take away the starts that it costs, and add those that it completes.
 
@@ -217,6 +245,10 @@ def add_step_kernel(
     last AGES starts of each, which the step may complete, and FRAMES that may lose a frame of their stack. The programs
     after the first `stepping` ones move rows of the fields and final observations. The last program to finish moves the
     ring on.
+
+    With SEQUENCES the flags of a step say whether its target is stored. The start of a LONG one, of more than one step,
+    is `ahead` steps before the step that is settled. STRICT ones lie in one episode; keys of STRIDED ones are multiples
+    of `turn`, but for the environment.
 
     pools, final_inputs: of final observations, where some came with the step; FINAL_LAYOUT is that of these.
     tree:     levels and rule of the masses, as in `add_kernel`; without masses those of eligible starts.
@@ -242,7 +274,10 @@ def add_step_kernel(
         env = program * ENVS + tl.arange(0, ENVS)
         named = env < envs
         # slot of the first environment, and its place among the pending masses
-        lines = envs.to(tl.int64) * (n_step + 1)
+        its_lines = n_step + 1
+        if LONG:
+            its_lines += ahead
+        lines = envs.to(tl.int64) * its_lines
         head = remainder(added, capacity, per_capacity)
         line = remainder(added, lines, per_lines)
         slot = head + env
@@ -288,6 +323,8 @@ def add_step_kernel(
                     lost += tl.sum(loses.to(tl.int64))
                     tl.atomic_add(counters_ptr + PENDING_TERMINALS, tl.sum(over.to(tl.int64)), sem="relaxed")
                 tl.atomic_add(counters_ptr + LOST_TERMINALS, lost, sem="relaxed")
+        if SEQUENCES:
+            flags = tl.where((flags & (TERMINATED | FINAL)) != 0, flags | TARGET, flags)
         # one sum of two counts
         rare = tl.sum(flawed.to(tl.int64) + ((named & nonfinite).to(tl.int64) << 32))
         if rare > 0:
@@ -344,36 +381,74 @@ def add_step_kernel(
         # the slots that the step takes count among the starts it may complete; the ones after them lose a frame
         if FRAMES > 0:
             if added >= capacity:
-                ahead = (1 + tl.arange(0, FRAMES))[:, None].to(tl.int64)
-                near = (ahead < stack) & (ahead * envs < capacity) & named[None, :]
+                # a step completes no long sequence that begins with it
+                after = ((0 if LONG else 1) + tl.arange(0, FRAMES))[:, None].to(tl.int64)
+                near = (after < stack) & (after * envs < capacity) & named[None, :]
                 # the ring wraps at most once, here and below
-                later = head + ahead * envs
+                later = head + after * envs
                 later = tl.where(later < capacity, later, later - capacity) + env[None, :]
                 # a deep stack lost its first frame steps ago
-                lost = near & (tl.load(depth_ptr + later, mask=near, other=-1) >= ahead)
+                framed = near
+                if LONG:
+                    framed = near & (after > 0)
+                lost = near & (tl.load(depth_ptr + later, mask=framed, other=0 if LONG else -1) >= after)
                 nothing = tl.full([FRAMES, ENVS], 0, tl.int64)
                 more += assign(levels, eligible, later, nothing, lost)
 
-        # the observation of this step ends the full windows, an ending or its final observation all windows
         full = (flags & DEAD) == 0
         closing = (flags & (TERMINATED | FINAL)) != 0
         waited = (full == 0) & ((before & (TERMINATED | TRUNCATED)) == TRUNCATED)
         age = tl.arange(0, AGES)[:, None].to(tl.int64)
+        # the start lies so many steps back
+        before_it = age
         back = age * envs
-        early = closing[None, :] | (waited[None, :] & (age > 0))
-        chosen = ((age == n_step) & (full | waited)[None, :]) | ((age < n_step) & early)
-        chosen = chosen & named[None, :] & (depth[None, :] >= age)
+        chosen = has_target(age, n_step, named, depth, full, waited, closing)
+        behind_start = depth[None, :] - age
+        if SEQUENCES:
+            if NEXT_STEP:
+                # one of these may just have got its final observation
+                tl.debug_barrier()
+            told = chosen & (age > 0)
+            told_slot = slots_before(head, back, capacity, env)
+            told_flags = tl.load(flags_ptr + told_slot, mask=told, other=0)
+        if LONG:
+            # the steps that the one before left open are settled by an ending, a cut, or the observation after them
+            SETTLES: tl.constexpr = TERMINATED | (DEAD if NEXT_STEP else TRUNCATED)
+            settled = ((flags & SETTLES) != 0)[None, :]
+            left_open = tl.where((before & SETTLES) != 0, 0, tl.minimum(behind, n_step))[None, :]
+            over = settled | ((before & CUT) != 0)[None, :] | (age == n_step)
+            chosen = named[None, :] & tl.where(age > 0, over & (age <= left_open), settled)
+            if STRICT:
+                # a reset step is of no episode; the steps before this one may be of the one that was cut
+                own_depth = tl.where(full, depth.to(tl.int64), -1)
+                chosen = chosen & (tl.where(age > 0, behind[None, :] - age, own_depth[None, :]) >= ahead)
+            before_it = age + ahead
+            back = before_it * envs
+        start = added - back
+        if LONG:
+            earlier = slots_before(head, back, capacity, env)
+            chosen = chosen & (start >= oldest)
+            behind_start = tl.load(depth_ptr + earlier, mask=chosen, other=0)
+            known = (tl.load(flags_ptr + earlier, mask=chosen, other=0) & TARGET) != 0
+            chosen = chosen & (known | has_target(before_it, n_step, named, depth, full, waited, closing))
+        if STRIDED:
+            chosen = chosen & (remainder(tl.maximum(start, 0), turn, per_turn) == 0)
         # the first frame of the stack is stored
-        frames = tl.minimum(depth[None, :] - age, stack - 1)
-        chosen = chosen & (added - back - frames * envs >= oldest)
+        frames = tl.minimum(behind_start, stack - 1)
+        chosen = chosen & (start - frames * envs >= oldest)
         # the masses of this step have just been made
         its_line = tl.where(line >= back, line, line + lines) - back
-        pending_mass = tl.load(pending_ptr + its_line + env[None, :], mask=chosen & (age > 0), other=0)
-        pending_mass = tl.where(chosen, tl.where(age == 0, own[None, :], pending_mass), 0)
+        pending_mass = tl.load(pending_ptr + its_line + env[None, :], mask=chosen & (before_it > 0), other=0)
+        pending_mass = tl.where(chosen, tl.where(before_it == 0, own[None, :], pending_mass), 0)
         new = tl.where(chosen, tl.where(pending_mass > 0, pending_mass, initial), 0)
-        earlier = tl.where(head >= back, head, head + capacity) - back + env[None, :]
-        touched = chosen | (named[None, :] & (age == 0))
+        earlier = slots_before(head, back, capacity, env)
+        touched = chosen
+        if not LONG:
+            touched = chosen | (named[None, :] & (age == 0))
         more += assign(levels, eligible, earlier, new, touched)
+        if SEQUENCES:
+            # all copies of them have been read before the slots changed
+            tl.store(flags_ptr + told_slot, told_flags | TARGET, mask=told)
         tl.atomic_add(counters_ptr + ELIGIBLE, more, sem="relaxed")
         if MASSES:
             tl.atomic_max(counters_ptr + PENDING_MAX_MASS, tl.max(tl.max(pending_mass, axis=1), axis=0), sem="relaxed")

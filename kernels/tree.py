@@ -72,23 +72,6 @@ def mass_before(levels, slot):
 
 
 @triton.jit
-def draw_range(levels, head, skipped, capacity, SKIPS: tl.constexpr):
-    """All mass, the mass before the slot of the oldest key, and the mass of all but the newest `skipped` slots.
-
-    head: slot of the next key; the slots from it on hold the oldest keys.
-    """
-    total = total_of(levels)
-    before = mass_before(levels, head)
-    within = total
-    if SKIPS:
-        last = head + capacity - skipped
-        last = tl.where(last >= capacity, last - capacity, last)
-        newest = before - mass_before(levels, last)
-        within = total - tl.where(last > head, newest + total, newest)
-    return total, before, within
-
-
-@triton.jit
 def from_oldest(target, before, total):
     """Targets counted from the oldest key, as the tree counts them: from slot 0."""
     target += before
@@ -96,8 +79,11 @@ def from_oldest(target, before, total):
 
 
 @triton.jit
-def newest_eligible(eligible, draw, batch, head, skipped, capacity, SKIPS: tl.constexpr):
-    """The slots of the newest eligible starts, for the last draws of a batch; eligible: levels of a tree of ones."""
-    total, before, within = draw_range(eligible, head, skipped, capacity, SKIPS)
-    slot, _ = descend(eligible, from_oldest(tl.maximum(within - batch + draw, 0), before, total))
-    return slot
+def newest_eligible(eligible, draw, batch, head):
+    """The slots of the newest eligible starts, for the last draws of a batch; eligible: levels of a tree of ones.
+
+    head: slot of the next key; the slots from it on hold the oldest keys.
+    """
+    total = total_of(eligible)
+    last = from_oldest(tl.maximum(total - batch + draw, 0), mass_before(eligible, head), total)
+    return descend(eligible, last)[0]

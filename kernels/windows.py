@@ -7,7 +7,7 @@ program does for its own, once for several pieces of them.
 import triton
 import triton.language as tl
 
-from .constants import ADDED, CUT, DEAD, FINAL, TERMINATED, TRUNCATED
+from .constants import CUT, DEAD, FINAL, TARGET, TERMINATED, TRUNCATED
 from .ring import as_sampled, gather_rows, slot_of
 from .weights import finish
 
@@ -32,23 +32,22 @@ def window_from(
     flags_ptr,
     rewards,
     start,
-    left,
     named,
     num_envs,
     steps,
     N: tl.constexpr,
     TOGETHER: tl.constexpr,
     REWARDED: tl.constexpr,
-    PARTIAL: tl.constexpr,
+    BROKEN: tl.constexpr,
 ):
     """The windows of N steps at most that begin in the slots `start`; TOGETHER steps are loaded at once.
 
     rewards: pointers to those of all steps and to the powers of gamma.
-    left:    with PARTIAL, of windows that are not known to be whole, the steps that are stored from each start on.
+    BROKEN:  whether windows may begin at any step, and streams be broken in them.
     returns: their lengths; flags and slots of their last steps; if REWARDED their discounted rewards, float64.
     """
     rewards_ptr, powers_ptr = rewards
-    ENDS: tl.constexpr = (TERMINATED | TRUNCATED | CUT | DEAD) if PARTIAL else (TERMINATED | TRUNCATED)
+    ENDS: tl.constexpr = (TERMINATED | TRUNCATED | CUT | DEAD) if BROKEN else (TERMINATED | TRUNCATED)
     length = start * 0
     last = start
     last_flag = length.to(tl.uint8)
@@ -61,8 +60,6 @@ def window_from(
             slot = later(start, age, num_envs, steps)
             flag = tl.load(flags_ptr + slot, mask=named, other=0)
             open = open & (age < N)
-            if PARTIAL:
-                open = open & (age < left)
             if REWARDED:
                 power = tl.load(powers_ptr + tl.minimum(age, N))
                 step_reward = tl.load(rewards_ptr + slot, mask=named, other=0).to(tl.float64)
@@ -81,7 +78,6 @@ def window_from(
         "steps",
         "span",
         "per_span",
-        "per_envs",
         "together",
         "minima",
         "blocks_drawn",
@@ -99,7 +95,6 @@ def gather_windows_kernel(
     steps,
     span,
     per_span,
-    per_envs,
     together,
     minima,
     blocks_drawn,
@@ -130,19 +125,17 @@ def gather_windows_kernel(
 
     The first STACKED of the fields are observations: frame `j` of item `i` is row `i * STACK + j` of an output.
     Programs of their `obs` and `next_obs` alternate, since most frames of the one are frames of the other: the second
-    finds them in the cache. With SEQUENCES `span` successive items are the steps from one start on, whose
-    windows may not be whole; each says how it ended itself. A program moves `together` pieces of its frames one after
-    the other, having looked up once where they lie. `next_obs` of an ending is its final observation where that is
-    stored. With DRAWS the first programs finish as many draws each, one for `span` items: see `finish`.
+    finds them in the cache. With SEQUENCES `span` successive items are the steps from one start on, some of which may
+    lack their targets; each says how it ended itself. A program moves `together` pieces of its frames one after the
+    other, having looked up once where they lie. `next_obs` of an ending is its final observation where that is stored.
+    With DRAWS the first programs finish as many draws each, one for `span` items: see `finish`.
     """
     flags_ptr, depth_ptr, final_ptr = streams
     powers_ptr = rewards[1]
     batch = batch.to(tl.int64)
     num_envs = num_envs.to(tl.int64)
     steps = steps.to(tl.int64)
-    sequence = (
-        (span.to(tl.int64), per_span, num_envs, per_envs, steps, tl.load(counters_ptr + ADDED)) if SEQUENCES else ()
-    )
+    sequence = (span.to(tl.int64), per_span, num_envs, num_envs * steps) if SEQUENCES else ()
     ENDING: tl.constexpr = TERMINATED | TRUNCATED
     KINDS: tl.constexpr = 2
     # the program's number among those of the weights, then among those of the current field
@@ -161,19 +154,19 @@ def gather_windows_kernel(
             item = row // STACK
             age = STACK - 1 - row % STACK
             # rows past the batch look at slot 0 and write nothing
-            newest, left, ahead, first = slot_of(slots_ptr, item, named, sequence)
+            newest = slot_of(slots_ptr, item, named, sequence)[0]
             depth = tl.load(depth_ptr + newest, mask=named, other=0).to(tl.int64)
             output = outputs[f]
             pooled = row < 0
             if kind == 1:
                 output = next_outputs[f]
                 length, flag, last, _ = window_from(
-                    flags_ptr, rewards, newest, left, named, num_envs, steps, N, TOGETHER, False, SEQUENCES
+                    flags_ptr, rewards, newest, named, num_envs, steps, N, TOGETHER, False, SEQUENCES
                 )
                 stays = ((flag & TERMINATED) != 0) & ((flag & FINAL) == 0)
                 if SEQUENCES:
                     # the observation after the window is not there, so that the last one stands in its place
-                    stays = stays | ((flag & (CUT | DEAD)) != 0) | (length >= left)
+                    stays = stays | ((flag & (CUT | DEAD)) != 0)
                 if not NEXT_STEP:
                     final = ((flag & ENDING) == TRUNCATED) | ((flag & FINAL) != 0)
                     stays = stays | final
@@ -216,19 +209,21 @@ def gather_windows_kernel(
     if local >= 0:
         item = local * ITEMS + tl.arange(0, ITEMS)
         live = item < batch
-        start, left, ahead, first = slot_of(slots_ptr, item, live, sequence)
+        start, ahead = slot_of(slots_ptr, item, live, sequence)
         length, flag, last, reward = window_from(
-            flags_ptr, rewards, start, left, live, num_envs, steps, N, TOGETHER, True, SEQUENCES
+            flags_ptr, rewards, start, live, num_envs, steps, N, TOGETHER, True, SEQUENCES
         )
-        discount = tl.load(powers_ptr + length, mask=live & ((flag & TERMINATED) == 0), other=0.0)
+        bootstraps = live & ((flag & TERMINATED) == 0)
         reward_ptr, discount_ptr, terminated_ptr, truncated_ptr = numbers[0], numbers[1], numbers[2], numbers[3]
         tl.store(reward_ptr + item, reward.to(tl.float32), mask=live)
-        tl.store(discount_ptr + item, discount.to(tl.float32), mask=live)
         if SEQUENCES:
             flag = tl.load(flags_ptr + start, mask=live, other=0)
+            # the episode of the first step began no later than that
             depth = tl.load(depth_ptr + start, mask=live, other=0).to(tl.int64)
-            # a row without a draw has none; the episode of the first step began no later than that
-            found = tl.load(sample[1] + first, mask=live, other=0) >= 0
-            tl.store(numbers[4] + item, found & (depth >= ahead) & ((flag & DEAD) == 0), mask=live)
+            counts = (depth >= ahead) & ((flag & TARGET) != 0)
+            bootstraps = bootstraps & counts
+            tl.store(numbers[4] + item, counts, mask=live)
+        discount = tl.load(powers_ptr + length, mask=bootstraps, other=0.0)
+        tl.store(discount_ptr + item, discount.to(tl.float32), mask=live)
         tl.store(terminated_ptr + item, (flag & TERMINATED) != 0, mask=live)
         tl.store(truncated_ptr + item, (flag & TRUNCATED) != 0, mask=live)

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 from typing_extensions import assert_type
 
-from gpu_replay import Batch, Field, Proportional, ReplayBuffer, Sampler, ShardedReplay, Stats, TrajectoryReplayBuffer
+from gpu_replay import (
+    Batch,
+    Field,
+    Proportional,
+    ReplayBuffer,
+    Sampler,
+    Sequences,
+    ShardedReplay,
+    Stats,
+    TrajectoryReplayBuffer,
+)
 from gpu_replay.samplers import BaseSampler
 
 
@@ -43,3 +53,6 @@ def learning_step(path: str) -> None:
     assert_type(ShardedReplay.load(path, "cpu", seed=3), ShardedReplay)
     assert_type(ReplayBuffer.load(path), ReplayBuffer)
     assert_type(TrajectoryReplayBuffer.load(path), TrajectoryReplayBuffer)
+    of_sequences = TrajectoryReplayBuffer.load(path, sequences=Sequences(8, strict=True, stride=4))
+    assert_type(of_sequences.sequences, Sequences | None)
+    TrajectoryReplayBuffer.load(path, sequences=None)

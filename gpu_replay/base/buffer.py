@@ -39,8 +39,6 @@ class Buffer(StatefulBuffer):
 
     # the unit that is sampled, for messages
     _units: ClassVar[str]
-    # what they need, for messages
-    _needed: str = ""
     # the expected names, dtypes and shapes of the values of an `add`
     _checks: validation.Checks
 
@@ -106,8 +104,8 @@ class Buffer(StatefulBuffer):
 
         keys: (m,) int64, a list of ints, or one int for a batch of one.
 
-        In a trajectory buffer a row is a whole window. Raises KeyError naming the first key that is not live (or not
-        eligible), TypeError for keys that are not integers.
+        In a trajectory buffer a row is a whole window, or sequence. Raises KeyError naming the first key that is not
+        live (or not eligible), TypeError for keys that are not integers.
         """
         with self._alone():
             key = validation.as_keys(keys, self._device).to(self._device).clone()
@@ -199,20 +197,24 @@ class Buffer(StatefulBuffer):
             "positional ones."
         )
 
-    def _available(self, needed: int, skipped: int = 0) -> int:
-        """Rows that can be drawn, those in the newest `skipped` slots left out, exact only below `needed`."""
+    def _available(self, needed: int) -> int:
+        """Rows that can be drawn, exact only below `needed`."""
         with self._lock:
-            return self._engine.count_at_least(needed, skipped)
+            return self._engine.count_at_least(needed)
 
-    def _check_enough(self, batch: int, skipped: int = 0, call: str = "", available: int | None = None) -> None:
-        """Raise unless `batch` rows can be drawn, leaving out the newest `skipped` slots.
+    def _missing(self) -> str:
+        """What a row needs, for messages."""
+        return ""
+
+    def _check_enough(self, batch: int, call: str = "", available: int | None = None) -> None:
+        """Raise unless `batch` rows can be drawn.
 
         call: for messages; default: `sample(batch)`. available: the number of rows, if known.
         """
         newest, distinct = self._needs(batch)
         count = 0
         if newest <= batch:
-            count = self._engine.count_at_least(max(distinct, 1), skipped) if available is None else available
+            count = self._engine.count_at_least(max(distinct, 1)) if available is None else available
             if count and count >= distinct:
                 return
         call = call or f"sample({batch})"
@@ -222,7 +224,7 @@ class Buffer(StatefulBuffer):
                 "Raise the batch size or lower newest."
             )
         if count == 0:
-            raise RuntimeError(f"{call}: the buffer holds no {self._units}. Add more first{self._needed}.")
+            raise RuntimeError(f"{call}: the buffer holds no {self._units}. Add more first{self._missing()}.")
         kind = "of the newest" if distinct == newest else "without replacement"
         remedy = "." if kind == "of the newest" else ", or draw with Uniform(replacement=True)."
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ _SOURCE = "source"
 class ReplayMixture:
     """Sample a share of each batch from each of several buffers.
 
-    buffers: at least one, of one class, on one device, with the same fields (and `stack`); their samplers, capacities
-             and windows may differ. A ShardedReplay is refused.
+    buffers: at least one, of one class, on one device, with the same fields, `stack` and `sequences`; their samplers,
+             capacities and windows may differ. A ShardedReplay is refused.
     shares:  of a batch, one for each buffer, each above 0; they sum to 1.
 
     Batches also have `source` (B,) int64, the index of each row's buffer in `buffers`; a field of that name is refused.
@@ -52,10 +52,12 @@ class ReplayMixture:
                 ("device", buffer.device, first.device),
                 ("fields", buffer.fields, first.fields),
                 ("stack", getattr(buffer, "stack", 1), getattr(first, "stack", 1)),
+                ("kind of row (sequences=)", getattr(buffer, "sequences", None), getattr(first, "sequences", None)),
             ):
                 if one != other:
                     raise ValueError(
-                        f"ReplayMixture needs buffers of one {what}; number {place} has {one}, the first one {other}."
+                        f"ReplayMixture needs buffers of one {what}; number {place} has {one}, the first one {other}. "
+                        "Make them alike."
                     )
             if _SOURCE in buffer.fields:
                 raise ValueError(f"field name {_SOURCE!r} is reserved in a ReplayMixture: it makes this itself.")
@@ -102,24 +104,13 @@ class ReplayMixture:
         buffer without a row is not sampled: it may be empty, and its beta schedule stays. Raises as the buffers' own
         `sample`, before any of them has sampled.
         """
-        return self._mixed(batch_size, lambda buffer, rows: buffer.sample(rows, beta=beta))
-
-    def sample_sequences(self, batch_size: int, length: int, burn_in: int = 0, **settings: Any) -> Batch:
-        """Sample `B` windows from trajectory buffers as `sample` does rows.
-
-        settings: beta, strict and stride of their own call. Where a buffer has too few windows, those before it have
-        sampled already.
-        """
-        return self._mixed(batch_size, lambda each, rows: each.sample_sequences(rows, length, burn_in, **settings))
-
-    def _mixed(self, batch_size: int, sample: Callable[[Any, int], Batch]) -> Batch:
         counts = self._counts(validation.check_batch_size(batch_size))
         drawn = [(place, self._buffers[place], rows) for place, rows in enumerate(counts) if rows]
         for _, buffer, rows in drawn:
             # a buffer that has too little is found before another one has sampled
             with buffer._lock:
                 buffer._check_enough(rows)
-        batch = Batch.cat([sample(buffer, rows) for _, buffer, rows in drawn])
+        batch = Batch.cat([buffer.sample(rows, beta=beta) for _, buffer, rows in drawn])
         source = torch.empty(batch_size, dtype=torch.int64, device=batch.key.device)
         begin = 0
         for place, _, rows in drawn:

@@ -21,7 +21,7 @@ _INSTEAD = (
 # what settings of samplers and of other libraries are here
 _MEANT = dict.fromkeys(("max_size", "size", "buffer_size", "memory_size", "max_length"), "capacity")
 _MEANT |= {name: f"sampler=Proportional({name}=...)" for name in ("alpha", "beta", "eps", "clip", "initial")}
-_MEANT |= dict.fromkeys(("seq_len", "length", "burn_in"), "sample_sequences(B, length, burn_in)")
+_MEANT |= dict.fromkeys(("seq_len", "sequence_length", "length", "burn_in"), "sequences=Sequences(length)")
 _MEANT |= dict.fromkeys(("batch_size",), "sample(batch_size)")
 # what earlier versions had
 _GONE = {"random_shift": "sampled images are shifted by eight lines of torch: see the guide, Random shifts of images."}

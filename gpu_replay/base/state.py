@@ -7,6 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import lru_cache, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -22,7 +23,7 @@ from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import MakeMemory, StoragePath, check_placement
 from gpu_replay.engines.sampler_state import SamplerState
-from gpu_replay.engines.saved_state import StateLayout, check_state
+from gpu_replay.engines.saved_state import StateLayout, change_rows, check_state
 from gpu_replay.engines.storage import Storage, check_device, check_room, free_bytes
 from gpu_replay.fields import Field
 from gpu_replay.graphs import never_traced
@@ -320,7 +321,8 @@ class StatefulBuffer(ABC):
 
         check: raises where the saved arguments do not allow those given.
         """
-        for name in given.keys() - {"relabel", "storage_device", "storage_path"}:
+        known = {"storage_device", "storage_path"} | ({"relabel", "sequences"} if cls._tracks_eligibility else set())
+        for name in given.keys() - known:
             raise TypeError(
                 f"load gives the buffer that was saved, with its own settings; it takes no {name!r}. For another "
                 "capacity or sampler make a new buffer and fill it from old.batches(size): see the guide, Checkpoints."
@@ -335,8 +337,31 @@ class StatefulBuffer(ABC):
         with saved.refusing(NO_SETTINGS):
             buffer = cls(**(arguments | given | {"device": device, "seed": saved.seed}))
         with buffer._alone():
-            saved.restore(buffer._buffer_state())
+            saved.restore(buffer._restoring(arguments))
         return buffer
+
+    def _restoring(self, saved: Mapping[str, Any]) -> checkpoint_state.BufferState:
+        """What the state of a buffer with these arguments is restored through; its rows may be others."""
+        state, after, rows = self._buffer_state(), self._shape, saved.get("sequences")
+        if after is None:
+            return state
+        before = replace(after, length=0, strict=False, stride=1) if rows is None else replace(after, **vars(rows))
+        if before == after:
+            return state
+        pending = torch.zeros((before.lines, before.num_envs), dtype=torch.int64, device=self._device)
+
+        def rebuild(seed: int) -> None:
+            counters = state.lasting()
+            layout, tensors = StateLayout(self._capacity, self._sampler, after), state.views(counters["ADDED"])
+            change_rows(layout, counters, tensors, pending, self._state.initial_mass())
+            state.rebuild(seed)
+
+        return replace(
+            state,
+            views=lambda added: {**state.views(added), "streams.pending": pending},
+            check=partial(check_state, StateLayout(self._capacity, self._sampler, before)),
+            rebuild=rebuild,
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """An independent buffer with the same state: both return the same next sample."""

@@ -6,6 +6,7 @@ import json
 import reprlib
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from gpu_replay.fields import Field
-from gpu_replay.samplers import LinearSchedule, RankBased, Sampler
+from gpu_replay.samplers import LinearSchedule, RankBased, Sampler, Sequences
 
 # a sampler's field of the name `kind`, which in a description is the class
 _FIELD_KIND = "self.kind"
@@ -175,6 +176,8 @@ def config_of(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     if not config.get("terminal_obs"):
         # as versions before this setting wrote it
         config.pop("terminal_obs", None)
+    if arguments.get("sequences") is not None:
+        config["sequences"] = asdict(arguments["sequences"])
     return config
 
 
@@ -184,4 +187,6 @@ def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: field_from(described) for name, described in config["fields"].items()}
     if arguments.get("relabel") is not None:
         arguments["relabel"] = dict(arguments["relabel"])
+    if arguments.get("sequences") is not None:
+        arguments["sequences"] = Sequences(**arguments["sequences"])
     return {**arguments, "fields": fields, "sampler": sampler_from(config["sampler"])}

@@ -17,7 +17,7 @@ from gpu_replay.engines.storage import check_capacity, check_device, estimate, s
 from gpu_replay.engines.trajectory_storage import stream_sizes
 from gpu_replay.fields import STORABLE, check_fields
 from gpu_replay.ops._backend import Backend, choose
-from gpu_replay.samplers import Sampler
+from gpu_replay.samplers import Sampler, Sequences
 
 SAMPLERS: dict[str, Sampler] = {
     name.removesuffix("Based").lower(): kind(Proportional()) if kind is Combined else kind()
@@ -41,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     envs = "environments of a trajectory buffer, which stores each frame once; without it, a buffer of transitions"
     parser.add_argument("--num-envs", type=positive, metavar="E", help=envs)
+    rows = "steps of a row of a trajectory buffer that samples sequences (default: single steps)"
+    parser.add_argument("--sequences", type=positive, metavar="L", help=rows)
     parser.add_argument(
         "--autoreset",
         choices=("next_step", "same_step", "disabled"),
@@ -104,9 +106,12 @@ def report(
         backend = _backend(device)
         fields = check_fields(_named(options.field)) if stored is None else dict(stored())
         step, once = fields, 0
+        rows = None if options.sequences is None else Sequences(options.sequences)
         if options.num_envs is not None:
-            sizes = stream_sizes(capacity, options.num_envs, fields, options.autoreset, sampler, backend)
+            sizes = stream_sizes(capacity, options.num_envs, fields, options.autoreset, sampler, backend, rows)
             capacity -= capacity % options.num_envs
+        elif rows is not None:
+            raise UserError("--sequences is of a trajectory buffer: say of how many environments, --num-envs E.")
         else:
             if stored is not None and options.stack > 1:
                 once = sum(stream_sizes(capacity, 1, step, options.autoreset, sampler, backend).values())

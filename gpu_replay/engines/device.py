@@ -45,7 +45,7 @@ class DeviceEngine:
         # by the number of rows and the dtype of their priorities
         self._adds = per_arguments(make)
 
-    def count_at_least(self, needed: int, skipped: int) -> int:
+    def count_at_least(self, needed: int) -> int:
         """Stored transitions, exact only below `needed`.
 
         Waits for the device only when adds that others replay, or an interrupt, may have changed the answer.

@@ -17,13 +17,11 @@ from gpu_replay.engines.storage import Storage
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import make_draw
-from gpu_replay.ops.eligibility import Streams
 from gpu_replay.ops.launch import allocator, per_arguments
 from gpu_replay.ops.priorities import DeviceMasses, make_update
 from gpu_replay.ops.rank_draw import DeviceRanks
 from gpu_replay.ops.ring import write_rows
 from gpu_replay.ops.weights import Finish, Gather
-from gpu_replay.ops.windows import SequenceRule
 from gpu_replay.samplers import LinearSchedule
 from gpu_replay.validation import materialized
 
@@ -198,22 +196,16 @@ class DeviceSampler:
         scheduled: bool,
         make_gather: MakeGather,
         *,
-        skipped: int = 0,
         more: int = 0,
-        rule: SequenceRule | None = None,
-        streams: Streams | None = None,
     ) -> Sample:
-        """A function of beta that samples `batch` rows, none of them from the newest `skipped` slots: 2 launches a
-        call, by rank 1 and a sort before them. The last one gathers and counts; an exception before it leaves all as it
-        was.
+        """A function of beta that samples `batch` rows: 2 launches a call, by rank 1 and a sort before them. The last
+        one gathers and counts; an exception before it leaves all as it was.
 
         scheduled: whether a schedule gives beta. more: blocks of random words that the gather takes after the draw.
-        rule, streams: as in `make_draw`.
         """
         state, base, ranks, device = self.state, self._base, self._ranks, self.device
         drawn = batch - state.sampler.newest_of(batch)
-        # an order that leaves out slots is valid for one call only
-        by_rank, alone = ranks is not None and drawn > 0, skipped > 0
+        by_rank = ranks is not None and drawn > 0
         draw, blocks, minima = make_draw(
             base.kernel or "uniform",
             state.counters,
@@ -223,12 +215,9 @@ class DeviceSampler:
             tree=state.tree,
             starts=state.eligible_tree,
             tracks_eligibility=state.tracks_eligibility,
-            skipped=skipped,
             stratified=base.stratified,
             normalize_over_buffer=base.normalizes_over_buffer,
             replacement=base.replacement,
-            rule=rule,
-            streams=streams,
         )
         schedule = (self._schedule,) if scheduled and self._schedule is not None else ()
         gather = make_gather(Finish((self._storage.times_sampled, *schedule), blocks + more, minima))
@@ -242,8 +231,7 @@ class DeviceSampler:
             key, probability, weight = integers(), floats(), floats()
             ranked: tuple[Tensor, ...] = ()
             if ranks is not None and by_rank:
-                order = ranks.of(state.masses, skipped) if alone else ranks.current(state.masses, self.order.captures)
-                ranked = ranks.sums, *order
+                ranked = ranks.sums, *ranks.current(state.masses, self.order.captures)
             draw(ranked, (slots, key, probability, masses, lowest))
             tensors = gather(slots, (slots, masses, weight, lowest), fixed if beta is None else beta)
             tensors["key"], tensors["probability"], tensors["weight"] = key, probability, weight

@@ -31,7 +31,6 @@ from gpu_replay.ops.hindsight import gather_goals, goal_blocks, make_choose_goal
 from gpu_replay.ops.launch import allocator, per_arguments
 from gpu_replay.ops.ring import make_gather
 from gpu_replay.ops.weights import Finish, Gather
-from gpu_replay.ops.windows import SequenceRule
 from gpu_replay.validation import as_tensor
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class TrajectoryDeviceEngine:
         self._windows = per_arguments(lambda batch: make_gather_windows(storage, batch, powers, counters))
         # single steps, by their number
         self._rows = per_arguments(lambda rows: make_gather(stores, fields, rows, counters))
-        relabel, num_envs = storage.relabel, self._shape.num_envs
+        relabel = storage.relabel
 
         def make_sample(batch: int, scheduled: bool) -> Sample:
             if relabel is not None and (count := relabel.count(batch)):
@@ -74,13 +73,6 @@ class TrajectoryDeviceEngine:
                 return sampling.make_sample(batch, scheduled, make, more=more)
             make = partial(make_gather_windows, storage, batch, powers, counters)
             return sampling.make_sample(batch, scheduled, make)
-
-        def make_sequences(batch: int, rule: SequenceRule, scheduled: bool) -> Sample:
-            make = partial(make_gather_windows, storage, batch, powers, counters, length=rule.length)
-            sample = partial(sampling.make_sample, batch, scheduled, make)
-            if rule.restricts:
-                return sample(rule=rule, streams=streams)
-            return sample(skipped=(rule.length - 1) * num_envs)
 
         def make_relabeled(batch: int, relabel: Hindsight, count: int, end: Finish) -> Gather:
             achieved, desired = relabel.achieved_field, relabel.desired_field
@@ -102,8 +94,8 @@ class TrajectoryDeviceEngine:
 
             return gather
 
-        # by what is asked for, and whether a schedule gives beta
-        self._samples, self._sequences = per_arguments(make_sample), per_arguments(make_sequences)
+        # by the batch, and whether a schedule gives beta
+        self._samples = per_arguments(make_sample)
 
     # add
 
@@ -170,23 +162,10 @@ class TrajectoryDeviceEngine:
             slots = (added - num_envs + torch.arange(num_envs, device=sampling.device)) % self._shape.slots
             flags.index_copy_(0, slots, flags[slots] | cut)
 
-    def span_of_steps(self) -> tuple[int, int]:
-        """The oldest stored step and the next one.
-
-        Waits for the device only when adds that others replay, or an interrupt, may have changed the answer; while
-        capturing it takes the ring for full then.
-        """
-        steps, envs, sampling = self._shape.steps, self._shape.num_envs, self.sampling
-        if sampling.host_count_stale or sampling.interrupted:
-            if sampling.capturing():
-                return 0, steps
-            sampling.look()
-        return max(sampling.first // envs, sampling.added // envs - steps), sampling.added // envs
-
     # sample
 
-    def count_at_least(self, needed: int, skipped: int) -> int:
-        """Eligible starts, those in the newest `skipped` slots left out, exact only below `needed`.
+    def count_at_least(self, needed: int) -> int:
+        """Eligible starts, exact only below `needed`.
 
         Waits for the device when the host does not know of enough: a few times while a buffer fills, and whenever
         adds that others replay may have changed the answer. While capturing it takes them for enough.
@@ -195,13 +174,13 @@ class TrajectoryDeviceEngine:
             return needed
         if self.sampling.interrupted:
             self.sampling.look()
-        least = self._at_least() - skipped
+        least = self._at_least()
         if least >= needed:
             return least
         with self.sampling.order:
             counts = self.sampling.counts()
             self.sampling.eligible, self.sampling.overwritten = counts[Counter.ELIGIBLE], 0
-            return self.sampling.eligible - self._count_newest(counts[Counter.ADDED], skipped)
+            return self.sampling.eligible
 
     def _at_least(self) -> int:
         """A lower bound of the eligible starts, without asking the device."""
@@ -213,13 +192,6 @@ class TrajectoryDeviceEngine:
         # with k steps overwritten, whatever lost a frame of its stack lies in them and the stack - 1 steps after them
         return sampling.eligible - sampling.overwritten - (shape.stack - 1) * shape.num_envs
 
-    def _count_newest(self, added: int, slots: int) -> int:
-        """Eligible starts in the newest `slots` slots; waits for the device."""
-        if not slots:
-            return 0
-        eligible = self.sampling.state.eligible.masses > 0
-        return int(eligible.roll(-(added % self._shape.slots))[-slots:].sum())
-
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` starts: fields, windows, key, probability and weight; 2 launches.
 
@@ -228,14 +200,6 @@ class TrajectoryDeviceEngine:
         """
         with self.sampling.order:
             return self._samples(batch, beta is None)(beta)
-
-    def sample_sequences(self, batch: int, steps: tuple[int, bool, int], beta: float | None) -> dict[str, Tensor]:
-        """Draw `batch` starts of sequences, as `SequenceRule` takes `steps`, and read them; 2 launches.
-
-        By rank 1 and a sort come first, at every call unless the rule restricts.
-        """
-        with self.sampling.order:
-            return self._sequences(batch, SequenceRule(*steps), beta is None)(beta)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The transitions from these keys; KeyError naming the first that is not live or not eligible.

@@ -23,7 +23,7 @@ from gpu_replay.ops.draw import DrawRange, draw_range, slots_in
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ranks import HostRanks
 from gpu_replay.ops.ring import as_numpy, commit, contiguous, put
-from gpu_replay.samplers import Fits, HostDraw, walked
+from gpu_replay.samplers import HostDraw
 
 _NONE = np.zeros(0, dtype=np.int64)
 
@@ -79,23 +79,10 @@ class HostSampler:
         counts: list[int] = self.counters.tolist()
         return counts
 
-    def count_at_least(self, needed: int, skipped: int) -> int:
-        """Count the rows that can be drawn without the newest `skipped` slots; a buffer of transitions skips none.
-
-        Of eligible starts exact where they are counted; else, for samplers that need no more than one, at most 1.
-        """
-        if not self.state.tracks_eligibility:
-            first, added = self.span()
-            return added - first
-        if not skipped:
-            return self.counters.item(Counter.ELIGIBLE)
-        if self._ranks is not None:
-            # order codes have no sums
-            added = self.counters.item(Counter.ADDED)
-            newest = self.state.masses.arrays[0][np.arange(added - skipped, added) % self.capacity]
-            return self.counters.item(Counter.ELIGIBLE) - np.count_nonzero(newest)
-        mass = self.range(self.state.eligible, skipped).mass
-        return mass if self.state.eligible_tree is not None else min(mass, 1)
+    def count_at_least(self, needed: int) -> int:
+        """Count the rows that can be drawn."""
+        first, added = self.span()
+        return self.counters.item(Counter.ELIGIBLE) if self.state.tracks_eligibility else added - first
 
     # what samplers draw from
 
@@ -121,25 +108,22 @@ class HostSampler:
             raise RuntimeError(f"{self.state.sampler} keeps no ranks.")
         return self._ranks
 
-    def range(self, tree: MassTree, skipped: int, *, by_key: bool = False) -> DrawRange:
-        """The part of a tree that can be drawn, without the newest `skipped` slots."""
-        return draw_range(tree, self.counters.item(Counter.ADDED) % self.capacity, skipped, by_key=by_key)
+    def range(self, tree: MassTree) -> DrawRange:
+        """The mass of a tree, counted from the oldest key."""
+        return draw_range(tree, self.counters.item(Counter.ADDED) % self.capacity)
 
     # sampling
 
-    def draw(self, batch: int, beta: float | None, skipped: int = 0, fits: Fits = None) -> HostDraw:
-        """Draw `batch` slots, none of them among the newest `skipped`, by `random` from the counter's block on.
-
-        fits: which slots may be drawn. Raises TooFewWindows where there are not enough.
-        """
+    def draw(self, batch: int, beta: float | None) -> HostDraw:
+        """Draw `batch` slots by `random` from the counter's block on."""
         self.random.block = self.counters.item(Counter.RANDOM)
         newest = self.state.sampler.newest_of(batch)
         if not newest:
-            return self._base.draw(self, batch, beta, skipped, fits)
-        slots, sure = self._newest(newest, skipped, fits), np.ones(newest, dtype=np.float32)
+            return self._base.draw(self, batch, beta)
+        slots, sure = self._newest(newest), np.ones(newest, dtype=np.float32)
         if newest == batch:
             return HostDraw(slots, sure, sure.copy())
-        drawn = self._base.draw(self, batch - newest, beta, skipped, fits)
+        drawn = self._base.draw(self, batch - newest, beta)
         return HostDraw(*map(np.concatenate, zip(drawn, (slots, sure, sure), strict=True)))
 
     def finish(self, tensors: dict[str, Tensor], draw: HostDraw) -> dict[str, Tensor]:
@@ -168,18 +152,13 @@ class HostSampler:
         finally:
             self._postponed = None
 
-    def _newest(self, count: int, skipped: int, fits: Fits) -> np.ndarray:
+    def _newest(self, count: int) -> np.ndarray:
         """The slots of the `count` newest keys that can be drawn."""
         if not self.state.tracks_eligibility:
             added = self.counters.item(Counter.ADDED)
             return np.arange(added - count, added) % self.capacity
-        tree = self.state.eligible
-        within = self.range(tree, skipped, by_key=True)
-
-        def back_from(first: int, some: int) -> np.ndarray:
-            return slots_in(tree, within, np.arange(within.mass - first - 1, within.mass - first - 1 - some, -1))
-
-        return (back_from(0, count) if fits is None else walked(count, within.mass, fits, back_from))[::-1].copy()
+        within = self.range(self.state.eligible)
+        return slots_in(self.state.eligible, within, np.arange(within.total - count, within.total))
 
     # update
 

@@ -24,7 +24,7 @@ from gpu_replay.ops.frames import FrameStore, gather_stacks
 from gpu_replay.ops.hindsight import GoalRows, Strategy, gather_goals, goal_words, put_goals
 from gpu_replay.ops.ring import as_numpy, as_torch, convert, gather_rows, parts_of, put
 from gpu_replay.ops.steps import NONE_KEPT, HostSteps
-from gpu_replay.ops.windows import HostWindows, SequenceRule, Windows
+from gpu_replay.ops.windows import HostWindows, Windows
 
 if TYPE_CHECKING:
     from gpu_replay.hindsight import Hindsight
@@ -148,7 +148,7 @@ class TrajectoryHostEngine:
         was.
         """
         drawn = self.sampling.draw(batch, beta)
-        tensors = self._transitions(drawn.slots)
+        tensors = self._rows(drawn.slots)
         if self._relabel is not None and (count := self._relabel.count(batch)):
             self._rewrite(tensors, drawn.slots, count, self._relabel)
         return self.sampling.finish(tensors, drawn)
@@ -162,19 +162,12 @@ class TrajectoryHostEngine:
         shown = put_goals(tensors, chosen, goals, achieved, desired, self._shape.stack)
         relabel.rewrite(tensors, shown, storage.singles, storage.gamma)
 
-    def sample_sequences(self, batch: int, steps: tuple[int, bool, int], beta: float | None) -> dict[str, Tensor]:
-        """Draw `batch` starts of sequences, as `SequenceRule` takes `steps`, and read them."""
-        rule = SequenceRule(*steps)
-        fits, skipped = None, (rule.length - 1) * self._shape.num_envs
-        if rule.restricts:
-            fits, skipped = partial(self._windows.fit, rule, self.sampling.counters.item(Counter.ADDED)), 0
-        drawn = self.sampling.draw(batch, beta, skipped, fits)
-        return self.sampling.finish(self._sequences(drawn.slots, rule.length), drawn)
-
     # contents of a batch
 
-    def _transitions(self, slots: np.ndarray) -> dict[str, Tensor]:
-        """Stacks, windows and single fields of eligible starts."""
+    def _rows(self, slots: np.ndarray) -> dict[str, Tensor]:
+        """Stacks, windows and single fields of eligible starts, or of the sequences from them on."""
+        if self._shape.length:
+            return self._sequences(slots, self._shape.length)
         return self._contents(slots, self._windows.at(slots))
 
     def _contents(self, slots: np.ndarray, windows: Windows) -> dict[str, Tensor]:
@@ -194,18 +187,17 @@ class TrajectoryHostEngine:
         return out
 
     def _sequences(self, starts: np.ndarray, length: int) -> dict[str, Tensor]:
-        """`length` steps from each start with their windows, and the mask of those of its episode."""
-        envs, steps, batch = self._shape.num_envs, self._shape.steps, starts.size
-        ahead = np.arange(length, dtype=np.int64)
-        slots = (starts[:, None] + ahead * envs) % self._capacity
-        newest = self.sampling.counters.item(Counter.ADDED) // envs - 1
-        left = (newest - starts // envs) % steps + 1
-        flat, left = slots.reshape(-1), (left[:, None] - ahead).reshape(-1)
-        out = self._contents(flat, self._windows.at(flat, left))
+        """`length` steps from each start with their windows, and the mask of those of its episode that have targets."""
+        batch, ahead = starts.size, np.arange(length, dtype=np.int64)
+        slots = (starts[:, None] + ahead * self._shape.num_envs) % self._capacity
+        flat = slots.reshape(-1)
+        windows = self._windows.at(flat)
+        out = self._contents(flat, windows)
         out = {name: value.reshape(batch, length, *value.shape[1:]) for name, value in out.items()}
         flags = self._flags.take(slots)
         # the episode of the first step began no later than that
-        mask = (self._streams.depth.numpy().take(slots) >= ahead) & (flags & Flag.DEAD == 0)
+        mask = (self._streams.depth.numpy().take(slots) >= ahead) & (flags & Flag.TARGET != 0)
+        out["discount"] *= torch.from_numpy(mask)
         return out | endings(torch.from_numpy(flags)) | {"mask": torch.from_numpy(mask)}
 
     def _goals_of(self, slots: np.ndarray, count: int, strategy: Strategy) -> GoalRows:
@@ -226,7 +218,7 @@ class TrajectoryHostEngine:
         array = keys.numpy()
         slots = array % self._capacity
         check_live(array, *self.sampling.span(), self.sampling.state.eligible.host.flat.take(slots) > 0)
-        return self._transitions(slots)
+        return self._rows(slots)
 
     def stored(self, keys: Tensor) -> dict[str, Tensor]:
         """The single steps of these live keys."""

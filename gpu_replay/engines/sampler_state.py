@@ -82,6 +82,13 @@ class SamplerState:
             return FIXED, 1
         return _SOURCES.get(str(setting), FIXED), self.rule.mass(1.0 if isinstance(setting, str) else float(setting))
 
+    def initial_mass(self) -> int:
+        """The mass that a start without a priority of its own gets now; on CUDA this waits for the device."""
+        source, mass = self.initial
+        if source == LARGEST_EVER:
+            return int(self.counters[Counter.MAX_MASS]) or mass
+        return (int(self.masses.masses.max()) or mass) if source == LARGEST_STORED else mass
+
     @property
     def masses(self) -> MassTree:
         """The tree of masses or codes, for samplers with priorities."""

@@ -63,7 +63,7 @@ def check_state(layout: StateLayout, counters: Mapping[str, int], tensors: Mappi
     if layout.stream is not None:
         shape = layout.stream
         bounds: dict[str, tuple[int, int | None]] = {
-            "flags": (0, 31),
+            "flags": (0, 2 * Flag.TARGET - 1 if shape.length else Flag.TARGET - 1),
             "depth": (0, added // envs),
             "pending": (0, layout.most),
             "final": (0, shape.finals - 1),
@@ -105,24 +105,41 @@ def drawable(layout: StateLayout, counters: Mapping[str, int], tensors: Mapping[
     if layout.stream is None:
         mask[slots] = True
     elif slots.numel():
-        by_age = [tensors[f"streams.{name}"][slots].view(-1, layout.num_envs) for name in ("flags", "depth")]
-        final = tensors["streams.final"][slots].view(-1, layout.num_envs) if layout.stream.finals else None
-        mask[slots] = _complete(layout.stream, by_age[0], by_age[1], final).reshape(-1)
+        flags, depth = [tensors[f"streams.{name}"][slots].view(-1, layout.num_envs) for name in ("flags", "depth")]
+        mask[slots] = starts(layout.stream, flags, depth, first // layout.num_envs).reshape(-1)
     return mask
 
 
-def _complete(shape: StreamShape, flags: Tensor, depth: Tensor, final: Tensor | None) -> Tensor:
-    """(steps, envs) bool: which steps, from the oldest stored one on, begin a window that is stored with its stack."""
+def starts(shape: StreamShape, flags: Tensor, depth: Tensor, first: int) -> Tensor:
+    """(steps, envs) bool: which steps, the oldest stored of which is number `first`, begin a row of this buffer."""
+    steps, stored = len(flags), max(0, len(flags) - shape.ahead)
+    ages, targets = torch.arange(steps)[:, None], has_target(shape, flags)
+    found = targets & (ages >= depth.clamp(max=shape.stack - 1))
+    if shape.length:
+        _require(bool((targets == (flags & Flag.TARGET != 0)).all()), "its flags are wrong of targets that are stored")
+        dead, cut = flags & Flag.DEAD != 0, (flags & Flag.CUT != 0) & (ages < steps - 1)
+        settled = targets | dead | cut | (flags & Flag.TRUNCATED != 0 if not shape.next_step else False)
+        # steps are settled in their order
+        settled = settled.flip(0).cummax(0).values.flip(0)[shape.ahead :]
+        found[:stored] &= settled & ((first + ages[:stored]) % shape.stride == 0)
+        if shape.strict:
+            found[:stored] &= (depth[shape.ahead :] >= shape.ahead) & ~dead[shape.ahead :]
+        found[stored:] = False
+    return found
+
+
+def has_target(shape: StreamShape, flags: Tensor) -> Tensor:
+    """(steps, envs) bool: which steps, from the oldest stored one on, begin a window that is stored."""
     steps = len(flags)
     ages = torch.arange(steps)[:, None]
     ended = flags & (Flag.TERMINATED | Flag.TRUNCATED)
     # the observation after a truncated step: that of a dead one, or one that is kept
     followed = (flags & Flag.CUT == 0) & (ages < steps - 1) if shape.next_step else (flags & Flag.FINAL != 0)
-    if not shape.next_step and final is None:
+    if not shape.next_step and not shape.finals:
         followed = torch.zeros_like(followed)
     closes = (flags & Flag.TERMINATED != 0) | ((ended != 0) & followed)
     going = (ended == 0) & (flags & Flag.CUT == 0)
-    open_windows = (flags & Flag.DEAD == 0) & (ages >= depth.clamp(max=shape.stack - 1))
+    open_windows = flags & Flag.DEAD == 0
     complete = torch.zeros_like(open_windows)
     for length in range(min(shape.n_step, steps)):
         stored = steps - length
@@ -133,3 +150,43 @@ def _complete(shape: StreamShape, flags: Tensor, depth: Tensor, final: Tensor | 
         full = steps - shape.n_step
         complete[:full] |= open_windows[:full]
     return complete
+
+
+def change_rows(
+    layout: StateLayout, counters: Mapping[str, int], tensors: Mapping[str, Tensor], pending: Tensor, initial: int
+) -> None:
+    """Let the stored steps of a restored state begin rows of another kind, in place; priorities stay.
+
+    layout:  of the new rows.
+    tensors: of the state but for `streams.pending`, which is filled from those of the old rows, (lines, num_envs).
+    initial: the mass of starts that had none, nor a priority to come.
+    """
+    shape = layout.stream
+    if shape is None:
+        raise RuntimeError("transitions are one kind of row.")
+    envs, end = shape.num_envs, counters["ADDED"] // shape.num_envs
+    first = max(counters["FIRST"] // envs, end - shape.steps)
+    numbers = torch.arange(first, end)
+    slots = (numbers[:, None] % shape.steps * envs + torch.arange(envs)).reshape(-1)
+    kept, name = pending.cpu(), "masses" if "masses" in tensors else "marks"
+    leaves = tensors[name].cpu()
+    # of the last steps priorities may wait until they begin a row
+    given = torch.zeros((end - first, envs), dtype=torch.int64)
+    late = min(end - first, len(kept))
+    given[end - first - late :] = kept[numbers[end - first - late :] % len(kept)]
+    old = leaves[slots].view(-1, envs)
+    given = torch.where(old > 0, old, given)
+    flags = tensors["streams.flags"].cpu()
+    flags &= ~Flag.TARGET & 0xFF
+    if shape.length:
+        there = flags[slots].view(-1, envs)
+        flags[slots] |= (has_target(shape, there).reshape(-1) * Flag.TARGET).to(torch.uint8)
+    tensors["streams.flags"].copy_(flags)
+    small = {"streams.flags": flags, "streams.depth": tensors["streams.depth"].cpu()}
+    begins = drawable(layout, counters, small)
+    leaves.zero_()
+    leaves[slots] = torch.where(given > 0, given, initial if name == "masses" else 1).reshape(-1)
+    tensors[name].copy_(leaves * begins)
+    waiting, late = torch.zeros((shape.lines, envs), dtype=torch.int64), min(end - first, shape.lines)
+    waiting[numbers[end - first - late :] % shape.lines] = given[end - first - late :]
+    tensors["streams.pending"].copy_(waiting)

@@ -18,7 +18,7 @@ from gpu_replay.hindsight import Hindsight, check_relabel
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.eligibility import Streams, StreamShape, stream_bytes
 from gpu_replay.ops.mass_tree import tree_bytes
-from gpu_replay.samplers import Sampler
+from gpu_replay.samplers import Sampler, Sequences
 from gpu_replay.validation import check_bool, check_choice, check_float, check_int
 
 REWARD = Field((), torch.float32)
@@ -57,9 +57,12 @@ class StreamSettings:
     final_capacity: int | None = field(default=None, repr=False)
     terminal_obs: bool = field(default=False, repr=False)
     relabel: Hindsight | None = field(default=None, repr=False)
+    sequences: Sequences | None = None
 
     def __str__(self) -> str:
-        return ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in dataclass_fields(self) if each.repr)
+        shown = [each.name for each in dataclass_fields(self) if each.repr]
+        shown = [name for name in shown if name != "sequences" or self.sequences is not None]
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
 
     @property
     def shape(self) -> StreamShape:
@@ -67,7 +70,8 @@ class StreamSettings:
         steps, next_step = self.capacity // self.num_envs, self.autoreset == "next_step"
         finals, hindsight = self.final_capacity or 0, self.relabel is not None
         terminal = bool(finals) and (self.terminal_obs or hindsight)
-        return StreamShape(self.num_envs, steps, self.stack, self.n_step, next_step, finals, terminal, hindsight)
+        rows = () if self.sequences is None else (self.sequences.length, self.sequences.strict, self.sequences.stride)
+        return StreamShape(self.num_envs, steps, self.stack, self.n_step, next_step, finals, terminal, hindsight, *rows)
 
     def checked(self, fields: Mapping[str, Field]) -> StreamSettings:
         """These settings for a ring of these fields, with the capacities that it will have, or TypeError / ValueError.
@@ -92,13 +96,22 @@ class StreamSettings:
         check_choice("padding", self.padding, get_args(Padding))
         frames = check_int("stack", self.stack, 1, _MOST_FRAMES)
         window = check_int("n_step", self.n_step, 1, _MOST_STEPS)
+        rows = check_sequences(self.sequences)
         for name, length in (("stack", frames), ("n_step", window)):
             if length > steps:
                 raise ValueError(
                     f"{name}={length} is longer than the ring: capacity {asked} holds {steps} steps of each of the "
                     f"{envs} environments. Raise the capacity to at least {length * envs}, or lower {name}."
                 )
+        if rows is not None and (needed := rows.length + window + frames - 1) > steps:
+            raise ValueError(
+                f"{rows} never fits the ring: with n_step={window} and stack={frames} a row needs {needed} steps of an "
+                f"environment; capacity {asked} holds {steps} of each of the {envs} environments. Raise the capacity "
+                f"to at least {needed * envs}, or ask for shorter sequences."
+            )
         check_relabel(self.relabel, fields, window)
+        if self.relabel is not None and rows is not None:
+            raise ValueError("relabel rewrites single steps: make a buffer without sequences, or without relabel.")
         return replace(
             self,
             capacity=slots,
@@ -108,6 +121,14 @@ class StreamSettings:
             gamma=check_float("gamma", self.gamma, high=1.0),
             final_capacity=finals,
         )
+
+
+def check_sequences(sequences: object) -> Sequences | None:
+    """The setting, or TypeError for anything else."""
+    if sequences is not None and not isinstance(sequences, Sequences):
+        length = sequences if isinstance(sequences, (int, np.integer)) and not isinstance(sequences, bool) else "length"
+        raise TypeError(f"sequences must be Sequences({length}), or None for single steps; found {sequences!r}.")
+    return sequences
 
 
 def check_stream_fields(fields: object) -> dict[str, Field]:
@@ -145,11 +166,17 @@ def trajectory_estimate(
 
 
 def stream_sizes(
-    capacity: int, num_envs: int, fields: Mapping[str, Field], autoreset: Autoreset, sampler: Sampler, backend: Backend
+    capacity: int,
+    num_envs: int,
+    fields: Mapping[str, Field],
+    autoreset: Autoreset,
+    sampler: Sampler,
+    backend: Backend,
+    sequences: Sequences | None = None,
 ) -> dict[str, int]:
     """Bytes that a trajectory buffer would take, by name; raises as the buffer itself does."""
     checked = check_stream_fields(fields)
-    settings = StreamSettings(capacity, num_envs, autoreset=autoreset).checked(checked)
+    settings = StreamSettings(capacity, num_envs, autoreset=autoreset, sequences=sequences).checked(checked)
     return trajectory_estimate(settings.shape, checked, sampler, backend)
 
 
@@ -187,7 +214,8 @@ class TrajectoryStorage(Storage):
     def waiting_arrays(self) -> tuple[np.ndarray, ...]:
         """What tells `loops/tree.py` where masses wait until their step can be drawn."""
         shape, streams = self.streams.shape, self.streams
-        settings = np.array([shape.num_envs, shape.stack, shape.next_step], dtype=np.int64)
+        rows = shape.n_step, shape.ahead, shape.strict, shape.stride
+        settings = np.array([shape.num_envs, shape.stack, shape.next_step, *rows], dtype=np.int64)
         return settings, streams.flags.numpy(), streams.depth.numpy(), streams.open_masses.numpy().reshape(-1)
 
     def waiting_masses(self, keys: Tensor, first: int, added: int) -> Tensor:

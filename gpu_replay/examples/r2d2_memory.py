@@ -6,7 +6,7 @@ cue: +1 if it does, -1 if not. The mean return is 0 without memory and 1 with it
 What R2D2 needs from a replay buffer, and how this program gets it:
 
 - each step is stored with the recurrent state in which it was taken: the field `hidden`;
-- sequences of consecutive steps: `sample_sequences`, whose `mask` ends with the episode in which they begin;
+- sequences of consecutive steps: the buffer's `sequences`, whose `mask` ends with the episode in which they begin;
 - the first `BURN_IN` steps only bring the recurrent state up to date with the network as it is now;
 - n-step targets: `reward`, `discount` and `next_obs` of each step are those of its window;
 - a sequence's priority is 0.9 times the largest plus 0.1 times the mean of its TD errors.
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gpu_replay import Batch, Field, Proportional, TrajectoryReplayBuffer
+from gpu_replay import Batch, Field, Proportional, Sequences, TrajectoryReplayBuffer
 
 ENVS, EPISODE, CUES = 16, 10, 2
 HIDDEN, BATCH, BURN_IN, LENGTH, N_STEP, GAMMA = 32, 32, 3, 8, 3, 0.97
@@ -129,6 +129,7 @@ def make_buffer(capacity: int, device: torch.device, seed: int) -> TrajectoryRep
         n_step=N_STEP,
         gamma=GAMMA,
         autoreset="same_step",
+        sequences=Sequences(BURN_IN + LENGTH),
         sampler=Proportional(alpha=0.9, beta=0.6),
         device=device,
         seed=seed,
@@ -156,7 +157,7 @@ def train(steps: int, seed: int = 0, device: torch.device | str = "cpu") -> floa
         returns.extend(reward[terminated].tolist())
         obs, hidden = envs.observe(), after * ~terminated.to(place)[:, None]
         if step >= WARM_UP and step % STEPS_PER_UPDATE == 0:
-            batch = buffer.sample_sequences(BATCH, LENGTH, BURN_IN)
+            batch = buffer.sample(BATCH)
             buffer.update_priorities(batch.key, agent.learn(batch))
         if (step + 1) % 500 == 0:
             print(f"step {step + 1:,}: mean return {sum(returns) / max(1, len(returns)):+.2f} while exploring")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Field, Sequences, TrajectoryReplayBuffer, Uniform
 from gpu_replay.integrations.streams import all_endings, load_like
 from gpu_replay.ops.advice import lacking
 from gpu_replay.samplers import Sampler
@@ -52,6 +52,8 @@ class ReplayMemory(Memory):
     dtype:       of stored float observations and states, such as torch.bfloat16; samples have the dtype that the agent
                  asks for.
     seed:        seed of sampling.
+    sequence_length: steps of the windows that `sample` gives, which the specification of the agent's recurrent models
+                 says; 1 for single steps.
 
     The next call, which brings the observation after a step, stores that step. If the observation differs from the
     step's `next_observations`, as when the trainer resets an environment, the memory takes the episode as truncated and
@@ -70,6 +72,7 @@ class ReplayMemory(Memory):
         sampler: Sampler | None = None,
         dtype: torch.dtype | None = None,
         seed: int = 0,
+        sequence_length: int = 1,
     ) -> None:
         if None not in (replacement, sampler):
             raise ValueError(f"replacement={replacement} is of uniform draws; leave it out, or the sampler {sampler}.")
@@ -78,6 +81,10 @@ class ReplayMemory(Memory):
         sampler = sampler or Uniform(replacement=not self._distinct)
         self.buffer: TrajectoryReplayBuffer | None = None
         self._settings: dict[str, Any] = {"sampler": sampler, "device": self.device, "seed": seed}
+        rows = Sequences(sequence_length)
+        self._length = rows.length
+        if rows.length > 1:
+            self._settings["sequences"] = rows
         self._dtype = dtype
         # shape and dtype of each tensor
         self._kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -160,19 +167,22 @@ class ReplayMemory(Memory):
         mini-batch: row `i` is in mini-batch `i % mini_batches`. With `replacement=False` there may be fewer rows.
 
         Windows are of one environment and do not cross the newest step. Before three steps were added the newest one
-        is sampled. Raises RuntimeError while there is nothing to sample.
+        is sampled. Raises RuntimeError while there is nothing to sample, ValueError for another `sequence_length` than
+        the memory's.
         """
         buffer, rows = self.buffer, None
+        if sequence_length != self._length:
+            raise ValueError(
+                f"sample({sequence_length=}) of a memory that gives windows of {self._length} steps; make it with "
+                f"ReplayMemory(..., {sequence_length=})."
+            )
         if not self._steps or (sequence_length > 1 and buffer is None):
             raise RuntimeError(f"sample({batch_size}): the memory holds {self._steps} steps. Add more first.")
-        stored = None if self._steps < 3 and sequence_length == 1 else buffer
+        stored = buffer if sequence_length > 1 or self._steps > 2 else None
         if self._distinct:
-            skipped = (sequence_length - 1) * self.num_envs
-            distinct = self.num_envs if stored is None else stored._available(batch_size, skipped)
+            distinct = self.num_envs if stored is None else stored._available(batch_size)
             batch_size = min(batch_size, max(1, distinct))
-        if stored is not None and sequence_length > 1:
-            rows = stored.sample_sequences(batch_size, sequence_length)
-        elif stored is not None:
+        if stored is not None:
             rows = stored.sample(batch_size)
         self.sampling_indexes = None if rows is None else rows.key
         chosen = torch.arange(batch_size, device=self.device) % self.num_envs

@@ -40,6 +40,7 @@ class Flag:
     DEAD = 4  # carries the final observation of an episode and nothing else: never a start
     FINAL = 8  # ended, and its final observation is stored
     CUT = 16  # the stream was broken from outside after this step
+    TARGET = 32  # kept for sequences: its window is stored, and the observation after it unless it terminated
 
 
 # the smallest mass of an empty set

@@ -27,16 +27,16 @@ def _shift(fixed, moved, left, by, more, side):
         moved[place] = shifted - side if shifted >= side else shifted
 
 
-@loop("(int64, int64, int64, int64, int64[::1], int64[::1])")
-def permuted_ranks(count, first, wide, high, words, ranks):
-    """The (B,) places from the first on of a random permutation of [0, count).
+@loop("(int64, int64, int64, int64[::1], int64[::1])")
+def permuted_ranks(count, wide, high, words, ranks):
+    """The first (B,) places of a random permutation of [0, count).
 
     wide, high: sides of a rectangle that just covers them, below 2**31. words: int64, a multiple of 4.
     """
     left = ranks.size
     rows, columns = np.empty(left, dtype=np.int64), np.empty(left, dtype=np.int64)
     which = np.empty(left, dtype=np.int64)
-    row, column = first // wide, first % wide
+    row, column = 0, 0
     for start in range(left):
         rows[start], columns[start], which[start] = row, column, start
         column += 1

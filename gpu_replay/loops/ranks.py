@@ -24,7 +24,7 @@ from gpu_replay.loops.tree import spread
 
 # how many slots have a rank; how many blocks are in order, the first of all; the next key when the order was brought up
 # to date, or -1 where it must be made anew; how many of the newest slots were left out then
-RANKED, BLOCKS, ADDED, SKIPPED, COUNT = range(5)
+RANKED, BLOCKS, ADDED, COUNT = range(4)
 # rows for which each step is taken together, so that the processor waits for the memory of several at once
 _TOGETHER = 64
 _ORDER = "int64[:, ::1], int32[:, ::1], int32[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1]"
@@ -126,11 +126,11 @@ def _divide(place, code, key, added, head, codes, slots, block_of, fences, fence
     listed[place + 1], sizes[block], sizes[other], counts[BLOCKS] = other, stay, width - stay, other + 1
 
 
-@loop(f"(int64[::1], int64, int64, int64, int64[::1], {_ORDER})")
-def insert(changed, done, added, skipped, leaves, codes, slots, block_of, fences, fence_keys, listed, sizes, counts):
+@loop(f"(int64[::1], int64, int64, int64[::1], {_ORDER})")
+def insert(changed, done, added, leaves, codes, slots, block_of, fences, fence_keys, listed, sizes, counts):
     """Bring these (B,) slots, all but the first `done`, into the order: those that have a code and are not in it.
 
-    added:   the next key. skipped: how many of the newest slots are left out. leaves: the codes of all slots.
+    added:   the next key. leaves: the codes of all slots.
     returns: how many are done; fewer than B where no block is free any more.
     """
     capacity, width, head = block_of.size, codes.shape[1], added % block_of.size
@@ -143,7 +143,7 @@ def insert(changed, done, added, skipped, leaves, codes, slots, block_of, fences
         _find_blocks(new_codes, keys, 0, count, fences, fence_keys, counts[BLOCKS], places)
         for at in range(count):
             slot = changed[begin + at]
-            if new_codes[at] == 0 or block_of[slot] >= 0 or keys[at] >= added - skipped:
+            if new_codes[at] == 0 or block_of[slot] >= 0:
                 continue
             while sizes[listed[places[at]]] == width:
                 if counts[BLOCKS] == sizes.size:

@@ -19,6 +19,7 @@ _ADDED, _FIRST, _FINALS, _ELIGIBLE = Counter.ADDED, Counter.FIRST, Counter.FINAL
 _NONFINITE, _TERMINALS, _LOST_TERMINALS = Counter.NONFINITE, Counter.TERMINALS, Counter.LOST_TERMINALS
 _MAX_MASS, _SATURATED, _REJECTED, _FLAWED = Counter.MAX_MASS, Counter.SATURATED, Counter.REJECTED, Counter.FLAWED
 _TERMINATED, _TRUNCATED, _DEAD, _FINAL, _CUT = Flag.TERMINATED, Flag.TRUNCATED, Flag.DEAD, Flag.FINAL, Flag.CUT
+_TARGET = Flag.TARGET
 _ENDED = Flag.TERMINATED | Flag.TRUNCATED
 
 
@@ -117,7 +118,8 @@ def add_steps(
     saturated: how many masses were cut.
     settings:  environments, frames of a stack, whether the step after an ending carries the final observation, where
                the mass of starts without one is found, the fixed one, or that before any other, whether final
-               observations of terminated episodes are kept apart, and whether steps with a flawed ending are refused,
+               observations of terminated episodes are kept apart; steps of a sequence, 0 where rows are single steps,
+               whether all lie in one episode, and its stride; and whether steps with a flawed ending are refused,
                before anything changes.
     flags to clipped_length: as in `ops.eligibility.Streams`, flat; the last two are empty without hindsight.
     rewards, times_sampled: (slots,) of the ring.
@@ -126,12 +128,15 @@ def add_steps(
     returns:   whether the steps were refused.
     """
     envs, stack, next_step, first_mass, source = settings[0], settings[1], settings[2] != 0, settings[4], settings[3]
+    length, strict, stride = settings[6], settings[7] != 0, settings[8]
+    ahead = max(length - 1, 0)
+    settles = _TERMINATED | _DEAD if next_step else _ENDED
     slots, lines = flags.size, open_masses.size // envs
-    steps, count, n, hindsight = slots // envs, terminated.size // envs, lines - 1, episode_length.size > 0
+    steps, count, n, hindsight = slots // envs, terminated.size // envs, lines - 1 - ahead, episode_length.size > 0
     first, deepest = counters[_ADDED] // envs, 2**31 - 1 - n
     # neither an early return nor a write: each would cost a count of references to all arrays
     refused, terminal = False, settings[5] != 0
-    if settings[6]:
+    if settings[9]:
         for env in range(envs):
             before = np.int64(flags[(first - 1) % steps * envs + env])
             for at in range(count):
@@ -198,10 +203,18 @@ def add_steps(
             closing, waited = flag & (_TERMINATED | _FINAL) != 0, dead and before & _ENDED == _TRUNCATED
             youngest = 0 if closing else 1 if waited else n
             completed = 0 if dead and not waited else max(0, min(n, steps) + 1 - youngest)
+            if length:
+                # so far these are the steps whose targets are stored now
+                for age in range(youngest, min(youngest + completed, reach + 1)):
+                    flags[slot - age * envs + (slots if slot < age * envs else 0)] |= _TARGET
+                # from here on those that are settled now, which the step before has left open
+                youngest = 0 if flag & settles != 0 else 1 if before & _CUT != 0 else n
+                completed = max(0, (0 if before & settles != 0 else min(n, behind)) + 1 - youngest)
             # first the starts that the step removes, then those that it completes
             for turn in range(-min(stack, steps) if step >= steps else 0, completed):
                 age = turn + 1 if turn < 0 else youngest + turn
-                start = slot - age * envs
+                back = age if turn < 0 else age + ahead
+                start = slot - back * envs
                 start += slots if start < 0 else -slots if start >= slots else 0
                 if turn < 0:
                     # overwritten, or without the first frame of its stack; a deep stack lost that steps ago
@@ -210,9 +223,16 @@ def add_steps(
                     mass = 0
                 else:
                     # this start is of another episode or lacks its stack, like all before it
-                    if age > reach or step - age - min(reach - age, stack - 1) < oldest:
+                    frames = min(depth[start] if length else reach - age, stack - 1)
+                    if (age > reach and length == 0) or step - back - frames < oldest:
                         break
-                    mass = open_masses[(line - age if line >= age else line - age + lines) * envs + env]
+                    if length:
+                        if flags[start] & _TARGET == 0 or (step - back) % stride != 0:
+                            continue
+                        # a reset step is of no episode; steps before this one may be of the one that was cut
+                        if strict and ((dead and age == 0) or (behind - age if age else reach) < ahead):
+                            continue
+                    mass = open_masses[(line - back if line >= back else line - back + lines) * envs + env]
                     largest = max(largest, mass)
                     mass = mass if mass > 0 else initial
                 old = flat[start]
@@ -232,11 +252,12 @@ def add_steps(
         counters[_ADDED] += envs
     counters[_SATURATED] += saturated
     # from the oldest start that may have been completed to the newest that may have lost a frame
-    row, left = (first - n) % steps, min(steps, n + count + stack)
-    while left:
-        stop = min(row + left, steps)
-        sum_above(flat, starts, row * envs, stop * envs)
-        sum_above(ones, one_starts, row * envs, stop * envs)
-        left -= stop - row
-        row = 0
+    for part in range(2 if ahead else 1):
+        row, left = (first - n - ahead if part == 0 else first) % steps, min(steps, n + count + stack)
+        while left:
+            stop = min(row + left, steps)
+            sum_above(flat, starts, row * envs, stop * envs)
+            sum_above(ones, one_starts, row * envs, stop * envs)
+            left -= stop - row
+            row = 0
     return refused

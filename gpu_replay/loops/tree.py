@@ -18,7 +18,8 @@ from gpu_replay.loops.constants import NO_KEY, NO_MASS, SHIFT, Counter, Flag
 
 _ADDED, _FIRST, _STALE = Counter.ADDED, Counter.FIRST, Counter.STALE
 _SATURATED, _MAX_MASS = Counter.SATURATED, Counter.MAX_MASS
-_ENDED, _TRUNCATED, _STOPPED = Flag.TERMINATED | Flag.TRUNCATED, Flag.TRUNCATED, Flag.DEAD | Flag.CUT
+_TERMINATED, _DEAD, _CUT, _TARGET = Flag.TERMINATED, Flag.DEAD, Flag.CUT, Flag.TARGET
+_ENDED = Flag.TERMINATED | Flag.TRUNCATED
 # numbers that fit in the cache; in a larger tree this many rows are located together
 _FAR, _TOGETHER = 2**18, 64
 _TREE = "int64[::1], int64[::1]"
@@ -108,19 +109,36 @@ masses = loop("(float64[::1], boolean)")(masses_of)
 def waiting_place(key, first, added, stream, flags, depth, open_masses):
     """Where the mass of a live step that cannot be drawn yet waits until it can; -1 if it never will be.
 
-    stream: environments, frames of a stack, and whether the step after an ending carries the final observation.
+    The rule is that of `ops/eligibility.py`: it waits while the last step of its row is not settled, and neither an
+    ending nor an interruption has decided against it.
+
+    stream: environments, frames of a stack, whether the step after an ending carries the final observation, steps of a
+            window, steps from the first of a row to its last, whether all lie in one episode, and the stride.
     """
-    envs, slots = stream[0], flags.size
-    env, age = key % envs, (added - 1) // envs - key // envs
-    if (age + 1) * envs >= open_masses.size:
-        # its window is complete, or never will be
+    envs, ahead, slots = stream[0], stream[4], flags.size
+    slot, number = key % slots, key // envs
+    age = (added - 1) // envs - number
+    newest = (added - envs + key % envs) % slots
+    flag, behind = flags[newest], np.int64(depth[newest])
+    settles = _TERMINATED | _DEAD if stream[2] else _ENDED
+    # steps that are not settled, from the newest back
+    unsettled = 0 if flag & settles else min(stream[3], behind + 1)
+    if age >= ahead + unsettled or number % stream[6]:
         return -1
-    newest = (added - envs + env) % slots
-    flag = flags[newest]
-    ended = flag & _ENDED
-    if flag & _STOPPED or depth[newest] < age or not (ended == 0 or (stream[2] != 0 and ended == _TRUNCATED)):
+    if age < unsettled:
+        # its own target is still to come
+        if flag & _CUT:
+            return -1
+    elif flags[slot] & _TARGET == 0:
         return -1
-    frames = min(depth[key % slots], stream[1] - 1)
+    if stream[5]:
+        last = (slot + ahead * envs) % slots
+        if age < ahead:
+            if flag & (_ENDED | _DEAD | _CUT) or behind < age:
+                return -1
+        elif flags[last] & _DEAD or depth[last] < ahead:
+            return -1
+    frames = min(np.int64(depth[slot]), stream[1] - 1)
     return key % open_masses.size if key - frames * envs >= first else -1
 
 
@@ -287,31 +305,20 @@ def spread(mass, doubles, stratified, targets):
 targets = loop("(int64, float64[::1], boolean, int64[::1])")(spread)
 
 
-@loop(
-    "(int64[::1], int64[::1], float64[::1], boolean, boolean, int64, int64, int64, int64[::1], float32[::1],"
-    " float64[::1])"
-)
-def draw(flat, starts, doubles, stratified, over_buffer, offset, mass, total, slots, probability, ratio):
+@loop("(int64[::1], int64[::1], float64[::1], boolean, boolean, int64[::1], float32[::1], float64[::1])")
+def draw(flat, starts, doubles, stratified, over_buffer, slots, probability, ratio):
     """Draw by mass.
 
     doubles:     (B,) float64 in [0, 1). over_buffer: whether the largest weight is that of the smallest stored mass.
-    offset:      mass of the slots before target 0. mass, total: those drawn from and of all; total 0: draw from all.
     slots:       (B,) int64. probability: (B,) float32.
     ratio:       (B,) float64, the mass that has the largest weight over these masses.
     returns:     the total mass; nothing is drawn where that is 0.
     """
-    if total == 0:
-        total = total_of(flat, starts)
-        mass = total
+    mass = total_of(flat, starts)
     if mass == 0:
         return mass
     targets = np.empty(slots.size, dtype=np.int64)
     spread(mass, doubles, stratified, targets)
-    if offset:
-        for row in range(slots.size):
-            targets[row] += offset
-            if targets[row] >= total:
-                targets[row] -= total
     locate_all(flat, starts, targets, slots)
     least = lowest_of(flat, starts) if over_buffer else NO_MASS
     for row in range(slots.size):

@@ -50,31 +50,29 @@ def _find_stacks(frame_slots, row, slot, after, depth, length, stays, pooled, nu
 
 @loop(
     "(uint8[::1], int32[::1], int32[::1], float32[::1], float64[::1], int64, boolean, boolean, int64[::1],"
-    " int64[::1], int64[:, ::1], float32[::1], float32[::1], boolean[::1], boolean[::1])"
+    " int64[:, ::1], float32[::1], float32[::1], boolean[::1], boolean[::1])"
 )
 def windows(
     flags, depth, final, rewards, powers, num_envs, next_step, zero,
-    starts, left, frame_slots, reward, discount, terminated, truncated,
+    starts, frame_slots, reward, discount, terminated, truncated,
 ):  # fmt: skip
     """The windows of (B,) stored steps.
 
     flags, depth, final: as in `ops.eligibility.Streams`. rewards: (slots,) of the ring. powers: of gamma.
     zero:      whether stacks are padded with zeros.
-    left:      (B,) steps that are stored from each on, for windows that may be incomplete; or nothing: they are whole.
     frame_slots: (2 * B, S), the stacks before the windows first.
     reward, discount: (B,) float32. terminated, truncated: (B,) bool, how the windows ended.
 
-    Where the observation after a window is not stored, since it ends with the newest step, an ending without a stored
-    final observation or a broken stream, the last one stands in its place.
+    Where the observation after a window is not stored and never will be, the last one stands in its place.
     """
     slots, n, batch = flags.size, powers.size - 1, starts.size
     lengths, lasts, endings, depths = np.empty((4, batch), dtype=np.int64)
     # scattered memory is read in a loop of its own, so that the cache misses of several rows overlap
     for row in range(batch):
-        last, length, most = starts[row], 1, min(n, left[row]) if left.size else n
+        last, length = starts[row], 1
         # summed in float64, in the order of the steps
         flag, total, depths[row] = flags[last], rewards[last] * powers[0], depth[last]
-        while length < most and flag & _STOPS == 0:
+        while length < n and flag & _STOPS == 0:
             last += num_envs
             last -= slots if last >= slots else 0
             flag = flags[last]
@@ -86,33 +84,12 @@ def windows(
         over, cut, known = flag & _TERMINATED != 0, flag & _TRUNCATED != 0, flag & _FINAL != 0
         # without `next_step` the step after an ending belongs to another episode
         stays = (over and not known) or ((over or cut) and not next_step) or flag & (_CUT | _DEAD) != 0
-        stays = stays or (left.size > 0 and length >= left[row])
         after = last if stays else last + num_envs
         after -= slots if after >= slots else 0
         pooled = final[last] if known and not next_step else -1
         _find_stacks(frame_slots, row, starts[row], after, depths[row], length, stays, pooled, num_envs, slots, zero)
         discount[row] = 0.0 if over else powers[length]
         terminated[row], truncated[row] = over, cut
-
-
-@loop("(int64[::1], uint8[::1], int32[::1], int64, int64, int64, boolean, int64, boolean[::1])")
-def fitting(starts, flags, depth, added, num_envs, length, strict, stride, fits):
-    """Which of (B,) eligible starts may begin a sequence of `length` steps.
-
-    added:  the next key. strict: whether no step but the last may end an episode: then all are of that of the last one.
-    stride: what the number of the first step must be a multiple of.
-    fits:   (B,) bool, to be filled.
-    """
-    capacity, ahead = flags.size, (length - 1) * num_envs
-    head = added % capacity
-    for row in range(starts.size):
-        slot = starts[row]
-        key = added - head + slot - (capacity if slot >= head else 0)
-        last = slot + ahead - (capacity if slot + ahead >= capacity else 0)
-        fit = key + ahead < added and key // num_envs % stride == 0
-        if strict:
-            fit = fit and depth[last] >= length - 1 and flags[last] & _DEAD == 0
-        fits[row] = fit
 
 
 def _gather_stacks(ring, pool, frame_slots, begin, end, first, out):

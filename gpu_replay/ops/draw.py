@@ -8,11 +8,7 @@ Replay", section 3.3.
 
 Starts of a trajectory buffer: a tree of ones next to the tree of masses makes a uniform draw the same search: rank `r`
 among the eligible starts is a target in its total. Rotated by the mass before the oldest slot, targets run from the
-oldest key to the newest, so that leaving out the newest steps means drawing below a smaller total.
-
-Starts that must fit a rule: a row whose start does not is drawn again from all mass, by words of its own, so that rows
-keep the proportions of their masses and no total of what fits is needed. Without replacement, and for the newest, the
-rows are the first that fit on a walk along the permutation, or back from the newest.
+oldest key to the newest.
 
 Uniformly, without replacement: row `i` of a batch is the image of `i` under a random permutation of the stored
 transitions: a Feistel network over a rectangle that just covers them, walked on until the image falls inside. It costs
@@ -24,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -32,47 +28,28 @@ from torch import Tensor
 from gpu_replay.loops import random as random_loops
 from gpu_replay.loops import tree as tree_loops
 from gpu_replay.ops.counters import Counter, blocks_for
-from gpu_replay.ops.eligibility import Streams
 from gpu_replay.ops.launch import Launch, per_program, reciprocal
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.windows import SequenceRule
 
 
 class DrawRange(NamedTuple):
-    """The part of the mass of one tree that can be drawn.
+    """The mass of all slots, and that of the slots before target 0."""
 
-    total:  mass of all slots; `mass` of those that can be drawn; `offset` of the slots before target 0.
-    """
-
-    offset: int
-    mass: int
     total: int
+    offset: int = 0
 
 
-# draw from all mass, which the draw reads itself
-ALL = DrawRange(0, 0, 0)
+def draw_range(tree: MassTree, head: int) -> DrawRange:
+    """Host: all mass, so that targets ascend with keys instead of slots.
 
-
-def draw_range(tree: MassTree, head: int, skipped: int, *, by_key: bool) -> DrawRange:
-    """Host: all mass but that of the newest `skipped` slots.
-
-    head:   slot of the next key; the slots from it on hold the oldest keys.
-    by_key: whether targets ascend with keys instead of slots; without effect on what can be drawn.
+    head: slot of the next key; the slots from it on hold the oldest keys.
     """
-    total, mass_before, (flat, starts) = tree.total(), tree_loops.mass_before.compiled(), tree.host[:2]
-    if not skipped and not by_key:
-        return DrawRange(0, total, total)
-    before = mass_before(flat, starts, head)
-    offset = before % max(total, 1)
-    if not skipped:
-        return DrawRange(offset, total, total)
-    end = (head - skipped) % tree.slots
-    newest = before - mass_before(flat, starts, end) + (total if end > head else 0)
-    return DrawRange(offset, total - newest, total)
+    total, (flat, starts) = tree.total(), tree.host[:2]
+    return DrawRange(total, tree_loops.mass_before.compiled()(flat, starts, head) % max(total, 1))
 
 
 def slots_in(tree: MassTree, drawn: DrawRange, targets: np.ndarray) -> np.ndarray:
-    """Host: the (B,) slots on which (B,) targets in [0, mass) fall; the targets are overwritten."""
+    """Host: the (B,) slots on which (B,) targets in [0, total) fall; the targets are overwritten."""
     slots, (flat, starts) = np.empty(targets.size, dtype=np.int64), tree.host[:2]
     tree_loops.locate.compiled()(flat, starts, drawn.offset, drawn.total, targets, slots)
     return slots
@@ -93,7 +70,7 @@ def targets_in(total: int, doubles: np.ndarray, *, stratified: bool) -> np.ndarr
 class MassDraw(NamedTuple):
     """(B,) int64 slots, float32 probabilities and float64 ratios: the mass that has the largest weight over theirs.
 
-    mass: what was drawn from; where that is 0 the others are not filled.
+    mass: all of it; where that is 0 the others are not filled.
     """
 
     slots: np.ndarray
@@ -102,18 +79,14 @@ class MassDraw(NamedTuple):
     mass: int
 
 
-def draw_by_mass(
-    tree: MassTree, doubles: np.ndarray, *, stratified: bool, over_buffer: bool = False, within: DrawRange = ALL
-) -> MassDraw:
+def draw_by_mass(tree: MassTree, doubles: np.ndarray, *, stratified: bool, over_buffer: bool = False) -> MassDraw:
     """Host: draw one slot for each of (B,) float64 in [0, 1).
 
     over_buffer: whether the largest weight is that of the smallest stored mass or of the batch.
     """
-    batch, (flat, starts, _), (offset, mass, total) = doubles.size, tree.host, within
+    batch, (flat, starts) = doubles.size, tree.host[:2]
     slots, probability, ratio = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.float32), np.empty(batch)
-    mass = tree_loops.draw.compiled()(
-        flat, starts, doubles, stratified, over_buffer, offset, mass, total, slots, probability, ratio
-    )
+    mass = tree_loops.draw.compiled()(flat, starts, doubles, stratified, over_buffer, slots, probability, ratio)
     return MassDraw(slots, probability, ratio, mass)
 
 
@@ -138,23 +111,18 @@ def slots_of(ages: np.ndarray, first: int, capacity: int) -> np.ndarray:
     return (ages + first) % capacity
 
 
-def permuted_ranks(count: int, batch: int, words: np.ndarray, first: int = 0) -> np.ndarray:
-    """The `batch` places from the first on of a random permutation of [0, count), count < 2**31.
+def permuted_ranks(count: int, batch: int, words: np.ndarray) -> np.ndarray:
+    """The first `batch` places of a random permutation of [0, count), count < 2**31.
 
     words:   (PERMUTATION_WORDS,) uint64, the only source of randomness.
-    returns: (batch,) int64, distinct; first + batch <= count.
+    returns: (batch,) int64, distinct; batch <= count.
     """
     # the sides of a rectangle that just covers them
     wide = math.isqrt(count - 1) + 1
     high = -(-count // wide)
     ranks, taken = np.empty(batch, dtype=np.int64), 2 * ROUNDS if count >= FEW else PERMUTATION_WORDS
-    random_loops.permuted_ranks.compiled()(count, first, wide, high, words[:taken].view(np.int64), ranks)
+    random_loops.permuted_ranks.compiled()(count, wide, high, words[:taken].view(np.int64), ranks)
     return ranks
-
-
-# rows of a batch that do not fit are drawn again so often at most; on the host the words of one more draw are kept for
-# those that are still missing then
-REDRAWS = 64
 
 
 # parts into which one step of the search for a rank divides the rest
@@ -179,27 +147,21 @@ def make_draw(
     tree: MassTree | None = None,
     starts: MassTree | None = None,
     tracks_eligibility: bool = False,
-    skipped: int = 0,
     stratified: bool = True,
     normalize_over_buffer: bool = False,
     replacement: bool = False,
-    rule: SequenceRule | None = None,
-    streams: Streams | None = None,
 ) -> tuple[Callable[..., None], int, int]:
     """Device: a function that draws `drawn` rows and takes the newest for the rest of the batch, by one launch; the
     blocks of random words that it takes, and how many minima of masses it leaves.
 
     Its arguments: () or, to draw by rank, the sums of the masses of the ranks up to each, the ages in order of rank and
-    their number, without the skipped slots; (batch,) slots, keys, probabilities and masses, and the minima, to be
-    filled.
+    their number; (batch,) slots, keys, probabilities and masses, and the minima, to be filled.
 
     tree:    of masses, to draw by mass.
     starts:  of ones for eligible starts, for uniform draws and the newest; None where all stored slots can be drawn.
     tracks_eligibility: whether stored slots exist that cannot be drawn.
-    skipped: slots of the newest keys that are left out; less than all.
-    rule:    that starts must fit, in a buffer of these streams; those that do not are drawn again.
     """
-    from gpu_replay.kernels.draw import draw_kernel, draw_sequences_kernel
+    from gpu_replay.kernels.draw import draw_kernel
 
     by_priority = by != "uniform" and drawn > 0
     by, replacement = by if by_priority else "uniform", replacement or by_priority or not drawn
@@ -211,49 +173,32 @@ def make_draw(
         levels = () if starts is None else starts.levels
     elif by == "mass" and tree is not None:
         levels = tree.levels
-    alone = by_priority or rule is not None
-    newest = starts.levels if starts is not None and alone and drawn < batch else ()
+    newest = starts.levels if starts is not None and by_priority and drawn < batch else ()
     # none where all rows are the newest
-    blocks_once = blocks_for(drawn if replacement else PERMUTATION_WORDS)
+    blocks = blocks_for(drawn if replacement else PERMUTATION_WORDS)
     # a draw a thread; programs of one warp where it searches, so that a small batch spreads over a GPU
     searches = by != "uniform" or tracks_eligibility
     draws = per_program(32 if searches else 128, batch, interpreted)
-    programs, blocks = -(-batch // draws), blocks_once
-    shared: dict[str, Any] = {"levels": levels, "counters_ptr": counters, "drawn": drawn, "batch": batch}
-    shared |= {"capacity": capacity, "per_drawn": reciprocal(max(drawn, 1)), "per_capacity": reciprocal(capacity)}
-    shared |= {"num_warps": 1 if searches else 4, "BY": by, "DRAWS": draws}
-    shared |= {"DIGITS": digits_for(capacity) if by == "rank" else 0}
-    shared |= {"STRATIFIED": by_priority and stratified, "LOWEST_OF_ALL": by_priority and normalize_over_buffer}
-    if rule is None or streams is None:
-        launch = Launch(
-            draw_kernel,
-            programs,
-            **shared,
-            starts=newest,
-            skipped=skipped,
-            REPLACEMENT=replacement,
-            SKIPS=skipped > 0,
-        )
-    else:
-        # all places of the stream that a sample on the host may take
-        blocks, envs = blocks_once * (2 + REDRAWS) if replacement else blocks_once, streams.shape.num_envs
-        programs = -(-drawn // draws) if replacement else 1
-        launch = Launch(
-            draw_sequences_kernel,
-            programs + (drawn < batch),
-            **shared,
-            newest=newest,
-            streams=(streams.depth, streams.flags) if rule.strict else (),
-            ahead=(rule.length - 1) * envs,
-            between=rule.length - 1,
-            envs=envs,
-            stride=rule.stride,
-            per_envs=reciprocal(envs),
-            per_stride=reciprocal(rule.stride),
-            blocks_once=blocks_once,
-            drawing=programs,
-            REPLACEMENT=replacement,
-        )
+    programs = -(-batch // draws)
+    launch = Launch(
+        draw_kernel,
+        programs,
+        levels=levels,
+        starts=newest,
+        counters_ptr=counters,
+        drawn=drawn,
+        batch=batch,
+        capacity=capacity,
+        per_drawn=reciprocal(max(drawn, 1)),
+        per_capacity=reciprocal(capacity),
+        num_warps=1 if searches else 4,
+        BY=by,
+        DRAWS=draws,
+        DIGITS=digits_for(capacity) if by == "rank" else 0,
+        STRATIFIED=by_priority and stratified,
+        REPLACEMENT=replacement,
+        LOWEST_OF_ALL=by_priority and normalize_over_buffer,
+    )
     minima = programs if by_priority else 0
     if by != "mass" or not normalize_over_buffer or tree is None:
         return launch, blocks, minima

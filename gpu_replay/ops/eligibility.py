@@ -3,6 +3,25 @@
 A start is eligible while its stack, its whole n-step window and, unless the episode terminated inside the window, the
 observation after it are stored. So each new step settles at most one start more per environment, or all that an ending
 closes, and takes away those that were overwritten or lost a frame of their stack at the ring's seam.
+
+Where rows are sequences of L steps, `Flag.TARGET` says of a step that all of this is stored but for its stack: it is
+set when its window closes, and stays. A step is *settled* when it has its target, or when it is known that it never
+will: the steps of an environment are settled in their order.
+
+| a step `t` that is added | settles, of the steps that are not | with their targets |
+|---|---|---|
+| goes on with its episode | `t - n` | yes: its observation closes the full window |
+| terminates, or is truncated with a final observation that finds a place | all, itself too | all |
+| is truncated, "same_step" or "disabled", and its final observation has no place | all, itself too | `t - n` alone |
+| is truncated, "next_step" | `t - n`: the next step brings the observation after it | yes |
+| is a reset step ("next_step") | all, itself too | all but itself |
+| comes after `begin_episodes` | all before it, and itself as above | none of those before it |
+
+Each step that is settled decides about one start, L - 1 steps before it and so settled too: it is eligible from then on
+if it has its own target, its stack is stored, its number is a multiple of the stride and, if strict, the settled step
+is of the same episode (a reset step is of none). A start ends when its slot, or the first frame of its stack, is
+overwritten, as that of a single step does; `clear` ends all. A start is decided n + L - 1 steps after it at the latest,
+which with S - 1 frames before it must fit in the ring.
 """
 
 from __future__ import annotations
@@ -38,6 +57,8 @@ class StreamShape:
     finals:    final observations kept apart from the ring; 0 with `next_step`.
     terminal:  whether those of terminated episodes are kept there too, where truncated ones leave a place.
     hindsight: whether later goals are looked up: episodes are then remembered.
+    length:    steps of a row that is a sequence, 0 where rows are single steps; `strict` if all lie in one episode, and
+               the stride of their first steps.
     """
 
     num_envs: int
@@ -48,6 +69,19 @@ class StreamShape:
     finals: int
     terminal: bool = False
     hindsight: bool = False
+    length: int = 0
+    strict: bool = False
+    stride: int = 1
+
+    @property
+    def ahead(self) -> int:
+        """Steps from the first of a row to its last."""
+        return max(self.length - 1, 0)
+
+    @property
+    def lines(self) -> int:
+        """Steps whose start may not be eligible yet."""
+        return self.n_step + 1 + self.ahead
 
     @property
     def slots(self) -> int:
@@ -79,8 +113,8 @@ class Streams:
 
     flags:   (slots,) uint8 of `Flag`.
     depth:   (slots,) int32 steps since the first of the episode, 2**31 - 1 - n_step where they are more.
-    open_masses: (n_step + 1, num_envs) int64 masses given with the last steps, 0 where none was given; step `t` is in
-             row `t % (n_step + 1)`.
+    open_masses: (lines, num_envs) int64 masses given with the last steps, 0 where none was given; step `t` is in row
+             `t % lines`.
     final:   (slots,) int32 rows of final observations, meaningful where `Flag.FINAL` is set; empty with `next_step`.
     owner:   (finals,) int64 keys of the steps whose final observations are kept, -1 before any.
     episode_length: (slots,) int32, with hindsight: at the first step of an episode that another one follows, how many
@@ -94,7 +128,7 @@ class Streams:
         slots = shape.slots
         self.flags = torch.zeros(slots, dtype=torch.uint8, device=device)
         self.depth = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.open_masses = torch.zeros((shape.n_step + 1, shape.num_envs), dtype=torch.int64, device=device)
+        self.open_masses = torch.zeros((shape.lines, shape.num_envs), dtype=torch.int64, device=device)
         self.final = torch.zeros(slots if shape.finals else 0, dtype=torch.int32, device=device)
         self.owner = torch.full((shape.finals,), -1, dtype=torch.int64, device=device)
         episodes, clipped = (slots, shape.num_envs) if shape.hindsight else (0, 0)
@@ -135,16 +169,23 @@ class Streams:
     def waiting_masses(self, keys: Tensor, first: int, added: int) -> Tensor:
         """(m,) int64 masses that wait until these live keys can be drawn, 0 where none does or they never will be.
 
-        As in `update_priorities`: a window that is not complete is open while neither an ending nor an interruption
-        followed its start, but for a truncated ending whose final observation is the next step's.
+        The rule is that of `loops.tree.waiting_place`.
         """
-        shape, slots = self.shape, keys % self.shape.slots
-        newest = (added - shape.num_envs + keys % shape.num_envs) % shape.slots
-        age, flags = (added - 1) // shape.num_envs - keys // shape.num_envs, self.flags[newest]
-        ended = flags & (Flag.TERMINATED | Flag.TRUNCATED)
-        is_open = (ended == 0) | (ended == Flag.TRUNCATED) if shape.next_step else ended == 0
-        is_open &= (flags & (Flag.DEAD | Flag.CUT) == 0) & (age < shape.n_step) & (self.depth[newest] >= age)
-        is_open &= keys - self.depth[slots].clamp(max=shape.stack - 1) * shape.num_envs >= first
+        shape, slots, envs = self.shape, keys % self.shape.slots, self.shape.num_envs
+        newest, number = (added - envs + keys % envs) % shape.slots, keys // envs
+        age, flags, behind = (added - 1) // envs - number, self.flags[newest], self.depth[newest]
+        ended = flags & (Flag.TERMINATED | Flag.TRUNCATED) != 0
+        settles = flags & (Flag.TERMINATED | (Flag.DEAD if shape.next_step else Flag.TRUNCATED)) != 0
+        unsettled = torch.where(settles, 0, (behind + 1).clamp(max=shape.n_step))
+        to_come = (age < unsettled) & (flags & Flag.CUT == 0)
+        has_target = (age >= unsettled) & (self.flags[slots] & Flag.TARGET != 0)
+        is_open = (age < shape.ahead + unsettled) & (number % shape.stride == 0) & (to_come | has_target)
+        if shape.strict:
+            last = (slots + shape.ahead * envs) % shape.slots
+            whole = (self.flags[last] & Flag.DEAD == 0) & (self.depth[last] >= shape.ahead)
+            goes_on = ~ended & (flags & (Flag.DEAD | Flag.CUT) == 0) & (behind >= age)
+            is_open &= torch.where(age < shape.ahead, goes_on, whole)
+        is_open &= keys - self.depth[slots].clamp(max=shape.stack - 1) * envs >= first
         masses = self.open_masses.view(-1)[keys % self.open_masses.numel()]
         return torch.where(is_open, masses, 0)
 
@@ -185,7 +226,7 @@ def stream_bytes(shape: StreamShape) -> int:
     """Bytes that `Streams` will take."""
     per_slot = torch.uint8.itemsize + torch.int32.itemsize + (torch.int32.itemsize if shape.finals else 0)
     episodes = torch.int32.itemsize * (shape.slots + shape.num_envs) if shape.hindsight else 0
-    return shape.slots * per_slot + 8 * ((shape.n_step + 1) * shape.num_envs + shape.finals) + episodes
+    return shape.slots * per_slot + 8 * (shape.lines * shape.num_envs + shape.finals) + episodes
 
 
 # values of a tile on a GPU: a few for each thread
@@ -230,7 +271,9 @@ def make_add_step(
     if tree is None:
         raise RuntimeError("a trajectory buffer keeps masses, an eligible tree or both; found neither.")
     # steps further back than the length of the ring do not count
-    ages, frames = steps_at_once(min(shape.n_step + 1, shape.steps)), steps_at_once(min(shape.stack, shape.steps) - 1)
+    ages = steps_at_once(min(shape.n_step + 1, shape.steps))
+    # the slot of the step itself may be among the starts that it completes, but not of a longer sequence
+    frames = steps_at_once(min(shape.stack, shape.steps) - (shape.ahead == 0))
     envs = envs_per_program(shape.num_envs, max(ages, frames), counters.device.type == "cpu")
     names, interpreted = tuple(fields), counters.device.type == "cpu"
     layout, moving = moved_rows(tuple(fields.values()), shape.num_envs, interpreted)
@@ -252,10 +295,13 @@ def make_add_step(
         capacity=shape.slots,
         stack=shape.stack,
         n_step=shape.n_step,
+        ahead=shape.ahead,
+        turn=shape.num_envs * shape.stride,
         finals=shape.finals,
         per_capacity=reciprocal(shape.slots),
-        per_lines=reciprocal(shape.num_envs * (shape.n_step + 1)),
+        per_lines=reciprocal(shape.num_envs * shape.lines),
         per_finals=reciprocal(max(1, shape.finals)),
+        per_turn=reciprocal(shape.num_envs * shape.stride),
         stepping=stepping,
         LAYOUT=layout,
         ENVS=envs,
@@ -266,6 +312,10 @@ def make_add_step(
         FINAL_LAYOUT=final_layout,
         TERMINAL=shape.terminal,
         HINDSIGHT=shape.hindsight,
+        SEQUENCES=shape.length > 0,
+        LONG=shape.ahead > 0,
+        STRICT=shape.strict,
+        STRIDED=shape.stride > 1,
     )
 
     def add_step(

@@ -108,19 +108,16 @@ def make_gather_windows(
     powers: Tensor,
     counters: Tensor,
     finish: Finish = READ,
-    *,
-    length: int = 0,
 ) -> Gather:
-    """Device: all that a batch holds of the eligible starts in (B,) slots; one launch a call. With `finish` it also
-    ends their sample.
+    """Device: all that a batch holds of the eligible starts in (B,) slots, or of the sequences from them on; one launch
+    a call. With `finish` it also ends their sample.
 
     powers:  (n_step + 1,) float64 of gamma, as `powers_of` gives them.
-    length:  of sequences, [B, length, ...]: steps with a window each, and the mask of those of the first one's episode;
-             0 of windows alone.
     """
     from gpu_replay.kernels.windows import gather_windows_kernel
 
-    streams, device, span = storage.streams, counters.device, max(1, length)
+    streams, device, span = storage.streams, counters.device, storage.streams.shape.ahead + 1
+    sequences = storage.streams.shape.length > 0
     interpreted, shape, stacked = device.type == "cpu", streams.shape, len(storage.observations)
     apart = {*storage.observations, "reward"}
     names = [*storage.observations, *(name for name in storage.fields if name not in apart)]
@@ -129,7 +126,7 @@ def make_gather_windows(
     layout, together, items, programs, warps = moved
     weights, draws = weight_programs(batch if finish.counted else 0, interpreted)
     next_names = [f"next_{name}" for name in storage.observations]
-    results = ["reward", "discount", "terminated", "truncated", *(["mask"] if length else [])]
+    results = ["reward", "discount", "terminated", "truncated", *(["mask"] if sequences else [])]
     launch = Launch(
         gather_windows_kernel,
         weights + programs,
@@ -146,7 +143,6 @@ def make_gather_windows(
         steps=shape.steps,
         span=span,
         per_span=reciprocal(span),
-        per_envs=reciprocal(shape.num_envs),
         together=together,
         num_warps=warps,
         STACKED=stacked,
@@ -157,14 +153,14 @@ def make_gather_windows(
         TOGETHER=min(shape.n_step, 8),
         NEXT_STEP=shape.next_step,
         ZERO=storage.padding == "zero",
-        SEQUENCES=length > 0,
+        SEQUENCES=sequences,
         DRAWS=draws,
         # a product of the sum of rewards is rounded before it is added, as on the host
         enable_fp_fusion=False,
     )
     outputs = window_outputs(storage.fields, storage.observations, shape.stack)
-    outputs |= {"mask": (torch.bool, ())} if length else {}
-    rows = (batch, length) if length else (batch,)
+    outputs |= {"mask": (torch.bool, ())} if sequences else {}
+    rows = (batch, span) if sequences else (batch,)
     new = [(name, allocator((*rows, *sides), dtype, device)) for name, (dtype, sides) in outputs.items()]
 
     def gather(slots: Tensor, sample: tuple[Tensor, ...] = (), beta: float = 0.0) -> dict[str, Tensor]:

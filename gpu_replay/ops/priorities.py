@@ -133,7 +133,9 @@ def make_add(
 def _waiting(streams: Streams | None) -> dict[str, Any]:
     """Arguments of `update_kernel` by which masses wait for their steps."""
     if streams is None:
-        return {"streams": (), "envs": 1, "per_envs": 0, "stack": 1, "n_step": 0, "per_lines": 0, "NEXT_STEP": False}
+        zeros = dict.fromkeys(("envs", "per_envs", "stack", "n_step", "lines", "per_lines", "ahead"), 0)
+        kinds = dict.fromkeys(("NEXT_STEP", "LONG", "STRICT"), False)
+        return {"streams": (), **zeros, "stride": 0, "per_stride": 0, **kinds}
     shape = streams.shape
     return {
         "streams": (streams.flags, streams.depth, streams.open_masses),
@@ -141,8 +143,14 @@ def _waiting(streams: Streams | None) -> dict[str, Any]:
         "per_envs": reciprocal(shape.num_envs),
         "stack": shape.stack,
         "n_step": shape.n_step,
+        "lines": streams.open_masses.numel(),
         "per_lines": reciprocal(streams.open_masses.numel()),
+        "ahead": shape.ahead,
+        "stride": shape.stride,
+        "per_stride": reciprocal(shape.stride),
         "NEXT_STEP": shape.next_step,
+        "LONG": shape.length > 0,
+        "STRICT": shape.strict,
     }
 
 

@@ -44,7 +44,8 @@ class DeviceRanks:
             sums = inclusive_prefix_sum(torch.from_numpy(rank_masses(slots, alpha)).to(counters.device))
         self.sums = sums
         self._counters = counters
-        self._list = self._new_list()
+        ages = torch.zeros(sums.numel(), dtype=torch.int64, device=counters.device)
+        self._list = RankList(ages, torch.zeros(1, dtype=torch.int64, device=counters.device))
         # whether the list is that of this moment, as far as the host knows, and whether a graph may have changed that
         self._current = self._unsure = False
 
@@ -58,36 +59,22 @@ class DeviceRanks:
         self._unsure |= capturing
         self._current = False
 
-    def of(self, tree: MassTree, skipped: int) -> RankList:
-        """A list of its own for one call, of a tree of codes, without the newest `skipped` slots.
-
-        All that it takes is allocated for it.
-        """
-        made = self._new_list()
-        self._sort(tree, made, skipped)
-        return made
-
     def current(self, tree: MassTree, capturing: bool) -> RankList:
         """The list to draw from now; sorted anew unless nothing has changed since it was made."""
         if capturing or self._unsure or not self._current:
-            self._sort(tree, self._list)
+            self._sort(tree)
             # one that is captured is made by the replays
             self._current |= not capturing
         return self._list
 
-    def _new_list(self) -> RankList:
-        ages = torch.zeros(self.sums.numel(), dtype=torch.int64, device=self._counters.device)
-        return RankList(ages, torch.zeros(1, dtype=torch.int64, device=self._counters.device))
-
-    def _sort(self, tree: MassTree, made: RankList, skipped: int = 0) -> None:
+    def _sort(self, tree: MassTree) -> None:
         oldest, ages = self._counters[Counter.ADDED], torch.arange(tree.slots, device=self._counters.device)
         # by age, so that among equal codes the smaller key comes first
         codes = tree.masses[ages.add_(oldest).remainder_(tree.slots)]
         del ages
         # code 0 comes after all that can be drawn
-        codes[tree.slots - skipped :] = 0
-        made.listed.copy_((codes > 0).sum())
-        torch.sort(codes, descending=True, stable=True, out=(torch.empty_like(codes), made.ages))
+        self._list.listed.copy_((codes > 0).sum())
+        torch.sort(codes, descending=True, stable=True, out=(torch.empty_like(codes), self._list.ages))
 
 
 def ranks_bytes(slots: int) -> int:

@@ -110,48 +110,42 @@ class HostRanks:
         """Bytes of table, order and recorded changes."""
         return host_ranks_bytes(self._leaves.size)
 
-    def draw(self, doubles: np.ndarray, *, stratified: bool, skipped: int = 0) -> RankedRows:
+    def draw(self, doubles: np.ndarray, *, stratified: bool) -> RankedRows:
         """Draw one row for each of (B,) float64 in [0, 1); something can be drawn.
 
-        stratified: from each of B equal parts of the mass. skipped: slots with the newest keys that are left out.
+        stratified: from each of B equal parts of the mass.
         """
         added, counts = self._counters.item(Counter.ADDED), self._counts
-        changed = self._changes(added, skipped)
+        changed = self._changes(added)
         # marked invalid until the update is done: after an interrupt the next draw sorts anew
         counts[loops.ADDED] = -1
-        self._renew(changed, added, skipped)
+        self._renew(changed, added)
         count = counts.item(loops.RANKED)
         ranks, masses = np.empty((2, doubles.size), dtype=np.int64)
         loops.draw.compiled()(self._sums, count, doubles, stratified, ranks, masses)
         slots = self._located(ranks, added)
-        self.changed_slots[0], counts[loops.SKIPPED], counts[loops.ADDED] = 0, skipped, added
+        self.changed_slots[0], counts[loops.ADDED] = 0, added
         total, before = self._sums.item(count - 1), self._sums.item(count - 2) if count > 1 else 0
         return RankedRows(slots, masses, total, total - before)
 
-    def all(self) -> tuple[np.ndarray, np.ndarray]:
-        """The slots that the last draw could draw, in the order of their ranks, and the masses of these."""
-        slots = self._list(self._counters.item(Counter.ADDED))
-        return slots, np.diff(self._sums[: slots.size], prepend=0)
-
-    def _changes(self, added: int, skipped: int) -> np.ndarray | None:
-        """The slots whose code, key or exclusion changed since the last call; None if all may have changed."""
+    def _changes(self, added: int) -> np.ndarray | None:
+        """The slots whose code or key changed since the last call; None if all may have changed."""
         count, before = self.changed_slots.item(0), self._counts.item(loops.ADDED)
-        first = min(before - self._counts.item(loops.SKIPPED), added - skipped)
-        if before < 0 or count + added - first >= self.changed_slots.size:
+        if before < 0 or count + added - before >= self.changed_slots.size:
             return None
-        return np.concatenate((self.changed_slots[1 : count + 1], np.arange(first, added) % self._leaves.size))
+        return np.concatenate((self.changed_slots[1 : count + 1], np.arange(before, added) % self._leaves.size))
 
-    def _renew(self, changed: np.ndarray | None, added: int, skipped: int) -> None:
-        """Bring the order up to date, without the newest `skipped` slots."""
+    def _renew(self, changed: np.ndarray | None, added: int) -> None:
+        """Bring the order up to date."""
         if changed is None:
             # by age, so that among equal codes the smaller key comes first
-            slots = np.arange(added, added + self._leaves.size - skipped) % self._leaves.size
+            slots = np.arange(added, added + self._leaves.size) % self._leaves.size
             codes = self._leaves[slots]
             self._fill(slots[np.argsort(-codes, kind="stable")[: np.count_nonzero(codes)]], added)
         elif changed.size:
             loops.remove.compiled()(changed, *self._order)
             insert, done = loops.insert.compiled(), 0
-            while (done := insert(changed, done, added, skipped, self._leaves, *self._order)) < changed.size:
+            while (done := insert(changed, done, added, self._leaves, *self._order)) < changed.size:
                 self._fill(self._list(added), added)
 
     def _located(self, ranks: np.ndarray, added: int) -> np.ndarray:

@@ -64,7 +64,8 @@ class HostSteps:
         if tree is None:
             raise RuntimeError("a trajectory buffer keeps masses, an eligible tree or both; found neither.")
         # the last one: nobody has been warned of a flawed ending
-        settings = shape.num_envs, shape.stack, shape.next_step, *initial, shape.terminal, 1
+        rule = shape.length, shape.strict, shape.stride
+        settings = shape.num_envs, shape.stack, shape.next_step, *initial, shape.terminal, *rule, 1
         self._settings = np.array(settings, dtype=np.int64)
         metadata = [each.numpy().reshape(-1) for each in streams.tensors]
         eligible = (_NOTHING, _NOTHING) if ones is None else ones.host[:2]

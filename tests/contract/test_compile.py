@@ -70,9 +70,9 @@ def filled(sampler: Any = SCHEDULED, seed: int = 5, capacity: int = scale(61, 23
     return buffer
 
 
-def streamed(stack: int = 2, n_step: int = 3) -> TrajectoryReplayBuffer:
+def streamed(stack: int = 2, n_step: int = 3, **more: Any) -> TrajectoryReplayBuffer:
     """Streams of steps in a ring that has turned."""
-    settings: dict[str, Any] = {"stack": stack, "n_step": n_step, "sampler": SCHEDULED, "seed": 5}
+    settings: dict[str, Any] = {"stack": stack, "n_step": n_step, "sampler": SCHEDULED, "seed": 5, **more}
     buffer = TrajectoryReplayBuffer(STEPS * ENVS, ENVS, STEP_FIELDS, **settings)
     for number in range(TURNED):
         buffer.add(**step_of(number))
@@ -165,7 +165,6 @@ CALLS: dict[str, Callable[[Any, Path], Any]] = {
 STEPS_TOO: dict[str, Callable[[Any, Path], Any]] = {
     "begin_episodes": lambda replay, _: replay.begin_episodes(),
     "extend": lambda replay, _: replay.extend(**{name: value[None] for name, value in step_of(40).items()}),
-    "sample_sequences": lambda replay, _: replay.sample_sequences(4, 3, burn_in=1),
 }
 # what makes graphs of its own, and pictures
 NOT_CALLED = {"add", "capture", "plot"}

@@ -24,7 +24,7 @@ from programs import SAMPLERS
 from tolerances import close
 from transitions import NUMBER, fill, make, with_masses
 
-from gpu_replay import Field, LinearSchedule, RankBased
+from gpu_replay import Field, LinearSchedule, RankBased, Sequences
 
 pytestmark = pytest.mark.contract
 
@@ -34,10 +34,7 @@ SAMPLED = (*BY_CHANCE, "combined-proportional", "latest")
 
 
 def lived(kind: str, sampler: Any, device: str, seed: int) -> tuple[Any, list[int]]:
-    """A ring that was overwritten, and the keys that can be drawn from it; priorities go over two decades.
-
-    The heaviest of all are starts that cannot begin a window.
-    """
+    """A ring that was overwritten, and the keys that can be drawn from it; priorities go over two decades."""
     if kind == "rows":
         pair: Any = RowPair(29, sampler, seed, device, fields={"action": FEW["action"]})
         pair.add(38)
@@ -45,11 +42,13 @@ def lived(kind: str, sampler: Any, device: str, seed: int) -> tuple[Any, list[in
     else:
         autoreset = "same_step" if kind == "windows" else "next_step"
         settings: dict[str, Any] = {"stack": 3, "n_step": 2, "autoreset": autoreset, "fields": FEW}
-        pair = live_through(StepPair(46, 3, sampler=sampler, device=device, seed=seed, **settings), 33, seed, end=0.08)
-        keys = pair.model.windows(4) if kind == "windows" else pair.model.eligible()
+        if kind == "windows":
+            settings |= {"sequences": Sequences(4), "capacity": 70}
+        settings = {"capacity": 46, "num_envs": 3} | settings
+        pair = live_through(StepPair(**settings, sampler=sampler, device=device, seed=seed), 33, seed, end=0.08)
+        keys = pair.model.eligible()
         assert 8 < len(keys) < len(pair.model.live())
-    known = pair.model.eligible()
-    pair.update(known, [(1 + 7 * key % 100) / 16 if key in keys else 1000.0 for key in known])
+    pair.update(keys, [(1 + 7 * key % 100) / 16 for key in keys])
     return pair, keys
 
 
@@ -76,52 +75,14 @@ def part_of(weights: dict[int, float], row: int, rows: int) -> dict[int, float]:
 def test_every_row_has_the_distribution_of_its_sampler(kind: str, name: str, device: str) -> None:
     pair, keys = lived(kind, SAMPLERS[name], device, seed=1)
     model, weights = pair.model, in_order(pair, keys)
-    # a window's strata go by another order
-    rows = 0 if name == "latest" else 1 if kind == "windows" else 4
+    rows = 0 if name == "latest" else 4
     newest = model.newest if rows else 4
     count = rows + newest
-    drawn = [
-        (pair.buffer.sample_sequences(count, 4) if kind == "windows" else pair.buffer.sample(count)).key.tolist()
-        for _ in range(800)
-    ]
+    drawn = [pair.buffer.sample(count).key.tolist() for _ in range(800)]
     assert all(each[rows:] == keys[len(keys) - newest :] for each in drawn)
     for row, found in enumerate(list(zip(*drawn, strict=True))[:rows]):
         by_parts = getattr(model.base, "stratified", False)
         check_counts(Counter(found), part_of(weights, row, rows) if by_parts else weights)
-
-
-# what the others weigh against windows that fit; where they are heavy, 64 draws find none, and one scan does
-OTHERS = {"strict": 1.0, "stride": 1.0, "heavy": 1e5}
-
-
-@statistical
-@thinned("kind, name", OTHERS, SAMPLED)
-def test_windows_that_fit_keep_their_shares(kind: str, name: str, device: str) -> None:
-    """Whatever row of a batch they are in: a row whose first draw did not fit is drawn from all."""
-    if kind == "heavy" and device != "cpu":
-        pytest.skip("a device does not scan")
-    settings: dict[str, Any] = {"stack": 2, "n_step": 2, "autoreset": "same_step", "fields": FEW}
-    pair = live_through(StepPair(90, 3, sampler=SAMPLERS[name], device=device, seed=5, **settings), 60, 5, end=0.12)
-    model, rule = pair.model, {"strict": kind != "stride", "stride": 3 if kind == "stride" else 1}
-    keys, known = model.windows(5, **rule), model.eligible()
-    assert 8 < len(keys) < len(known) - 20
-    pair.update(known, [(1 + 7 * key % 100) / 16 if key in keys else OTHERS[kind] for key in known])
-    weights = in_order(pair, known)
-    fitting = {key: weights[key] for key in keys}
-    rows = 0 if name == "latest" else 4
-    newest = model.newest if rows else 4
-    drawn, weighed = Counter[int](), {}
-    for _ in range(800):
-        batch = pair.buffer.sample_sequences(rows + newest, 5, **rule)
-        found = batch.key.tolist()
-        assert found[rows:] == keys[len(keys) - newest :]
-        drawn.update(found[:rows])
-        weighed |= dict(zip(found[:rows], batch.probability.tolist(), strict=False))
-    if rows:
-        check_counts(drawn, fitting)
-        total = sum(weights.values())
-        # that of a draw from all
-        assert all(math.isclose(chance, weights[key] / total, rel_tol=1e-5) for key, chance in weighed.items())
 
 
 @statistical

@@ -35,7 +35,7 @@ from pairs import StepPair
 from programs import any_program, run
 from transitions import same
 
-from gpu_replay import Field, Proportional, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Field, Proportional, Sequences, TrajectoryReplayBuffer, Uniform
 
 pytestmark = pytest.mark.contract
 # so many rows of each key that a goal of a dozen is missed once in thirty thousand
@@ -149,8 +149,8 @@ def test_names_with_and_without_their_prefix_mean_the_same_and_sequences_are_ref
         for a, d in (("achieved_goal", "desired_goal"), (ACHIEVED, DESIRED))
     )
     assert short.state_dict()["settings"] == long.state_dict()["settings"]
-    with pytest.raises(ValueError, match="sample_sequences cannot relabel"):
-        short.sample_sequences(2, 3)
+    with pytest.raises(ValueError, match="relabel rewrites single steps"):
+        made(device, relabel=hindsight(), sequences=Sequences(3))
     same(short.sample(8), long.sample(8))
 
 

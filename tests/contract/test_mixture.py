@@ -12,7 +12,7 @@ from devices import scale
 from pairs import StepPair, live_through
 from transitions import EXACT, NUMBER, check_rows, fill, make, same
 
-from gpu_replay import Batch, RankBased, ReplayBuffer, ReplayMixture, Uniform
+from gpu_replay import Batch, RankBased, ReplayBuffer, ReplayMixture, Sequences, Uniform
 
 pytestmark = pytest.mark.contract
 
@@ -87,18 +87,15 @@ def test_nothing_is_sampled_where_one_buffer_has_too_little(device: str) -> None
 
 
 def test_steps_and_sequences(device: str) -> None:
-    made = (StepPair(40, 2, seed=seed, stack=2, device=device) for seed in range(2))
-    pairs = [live_through(pair, scale(30, 14), seed, end=0.05) for seed, pair in enumerate(made)]
-    mixture = ReplayMixture([pair.buffer for pair in pairs], [0.25, 0.75])
-    for batch in (mixture.sample(8), mixture.sample_sequences(8, 3, 1, strict=True)):
+    for sequences in (None, Sequences(4, strict=True)):
+        made = (StepPair(40, 2, seed=seed, stack=2, device=device, sequences=sequences) for seed in range(2))
+        pairs = [live_through(pair, scale(30, 14), seed, end=0.05) for seed, pair in enumerate(made)]
+        batch = ReplayMixture([pair.buffer for pair in pairs], [0.25, 0.75]).sample(8)
         assert batch.source.tolist() == [0] * 2 + [1] * 6
         for place, pair in enumerate(pairs):
             rows = batch[batch.source == place].to_dict()
             rows.pop("source")
-            if "mask" in rows:
-                pair.check_sequences(Batch(rows), pair.model.view(), 4)
-            else:
-                pair.check_rows(Batch(rows), pair.model.view())
+            pair.check_rows(Batch(rows), pair.model.view())
 
 
 def test_refused(device: str) -> None:

@@ -93,7 +93,7 @@ def test_keys_probabilities_and_weights_are_those_that_the_sampler_says(name: st
     pair, keys = lived(kind, sampler, "cpu", seed=1)
     chance, newest, beta = chances_of(sampler, keys), pair.model.newest, sampler.base.beta
     for step in range(500):
-        batch = pair.buffer.sample_sequences(rows, 4) if kind == "windows" else pair.buffer.sample(rows)
+        batch = pair.buffer.sample(rows)
         drawn, latest = batch.key.tolist()[: rows - newest], batch.key.tolist()[rows - newest :]
         expected = [chance[key] for key in drawn]
         exponent = beta(step) if isinstance(beta, LinearSchedule) else beta
@@ -366,8 +366,6 @@ def test_places_and_chances_that_cannot_be_are_refused_and_change_nothing(name: 
         for _ in range(4):
             buffer.add(**given(buffer))
         before, calls = whole_state(buffer), [partial(buffer.sample, count)]
-        if kind != "exact":
-            calls.append(partial(buffer.sample_sequences, count, 2))
         for call in calls:
             with pytest.raises(error, match=message):
                 call()

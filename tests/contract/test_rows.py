@@ -226,11 +226,12 @@ def guesses(path: Path) -> dict[str, tuple[Callable[[], Any], type[Exception], s
         "n_steps": (lambda: TrajectoryReplayBuffer(9, 1, steps, n_steps=3), TypeError, "did you mean n_step\\?"),  # type: ignore[call-arg]
         "max_size": (lambda: ReplayBuffer(max_size=9, fields=ROW), TypeError, "did you mean capacity\\?"),  # type: ignore[call-arg]
         "alpha": (lambda: ReplayBuffer(9, ROW, alpha=0.6), TypeError, r"sampler=Proportional\(alpha=\.\.\.\)\?"),  # type: ignore[call-arg]
-        "seq_len": (lambda: TrajectoryReplayBuffer(9, 1, steps, seq_len=4), TypeError, r"sample_sequences\(B, le"),  # type: ignore[call-arg]
+        "seq_len": (lambda: TrajectoryReplayBuffer(9, 1, steps, seq_len=4), TypeError, r"sequences=Sequences\(le"),  # type: ignore[call-arg]
         "typo": (lambda: TrajectoryReplayBuffer.from_env(env, 9, samplers=1), TypeError, "did you mean sampler\\?"),
         "unlike": (lambda: ReplayBuffer(9, ROW, wings=2), TypeError, "no setting 'wings'. It takes capacity, fi"),  # type: ignore[call-arg]
         "load": (lambda: load(path / "stream", capacity=9), TypeError, r"no 'capacity'.*old\.batches\(size\).*guide"),  # type: ignore[arg-type]
         "sampler": (lambda: ReplayBuffer.load(path / "rows", sampler=1), TypeError, "no 'sampler'.*new buffer"),  # type: ignore[arg-type]
+        "rows": (lambda: ReplayBuffer.load(path / "rows", sequences=None), TypeError, "no 'sequences'"),  # type: ignore[arg-type]
         "ratio": (lambda: Hindsight(reward_fn=max, ratio=4), ValueError, r"from 0 to 1; found 4\..*ratio=0\.8 here"),
         "beta": (lambda: Proportional(beta=(0.4, 1.0)), TypeError, r"LinearSchedule\(start, end, steps\)"),  # type: ignore[arg-type]
         "early": (lambda: stream.sample(2), RuntimeError, "no eligible starts.*n_step=3 steps.*observation after"),

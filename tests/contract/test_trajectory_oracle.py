@@ -15,7 +15,7 @@ from devices import device_fixture as device_fixture
 from devices import scale
 from pairs import StepPair, play
 
-from gpu_replay import Field, Latest, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Field, Latest, Sequences, TrajectoryReplayBuffer, Uniform
 
 pytestmark = pytest.mark.contract
 
@@ -108,14 +108,20 @@ def test_buffer_and_oracle_agree_with_what_was_worked_out_by_hand(found: tuple[A
 
 
 SEQUENCES: dict[str, tuple[str, int, dict[str, Any], dict[int, str]]] = {
-    "dead steps are not covered, nor what comes after": ("..T....", 3, {}, {0: "111", 1: "110", 2: "100", 4: "111"}),
+    "dead steps are not covered, nor what comes after": ("..T....", 3, {}, {0: "111", 1: "110", 2: "100"}),
+    "they are no first step": ("..T.....", 3, {}, {0: "111", 1: "110", 2: "100", 4: "111"}),
     "same step: what comes after an ending is not covered": (
         *("..T...", 3, SAME),
-        {0: "111", 1: "110", 2: "100", 3: "111"},
+        {0: "111", 1: "110", 2: "100"},
     ),
-    "the start must be eligible": ("..U..", 2, SAME, {0: "11", 1: "11", 3: "11"}),
-    "a broken stream ends the mask": ("...|....", 3, {}, {0: "111", 1: "110", 3: "111", 4: "111"}),
-    "the window that the start needs may be longer": ("......", 2, {"n_step": 4}, {0: "11", 1: "11"}),
+    "a truncation that was not seen is masked": ("..U....", 3, SAME, {0: "110", 1: "100", 3: "111"}),
+    "so are all steps whose window reaches it": ("...U.....", 3, {"n_step": 2, **SAME}, {0: "110", 1: "100", 4: "111"}),
+    "one that was seen is not": ("..U....", 3, {"final": True, **SAME}, {0: "111", 1: "110", 2: "100", 3: "111"}),
+    "a broken stream ends the mask": ("...|....", 3, {}, {0: "110", 1: "100", 3: "111"}),
+    "and the windows that reach it": ("....|.....", 3, {"n_step": 2}, {0: "110", 1: "100", 4: "111"}),
+    "which the next step tells": ("...|", 3, {}, {}),
+    "the window that the last step needs may be longer": ("......", 2, {"n_step": 4}, {0: "11"}),
+    "a row may end with a dead step": ("..T.", 3, {}, {0: "111", 1: "110"}),
 }
 
 
@@ -123,38 +129,32 @@ SEQUENCES: dict[str, tuple[str, int, dict[str, Any], dict[int, str]]] = {
 def test_masks_of_sequences_worked_out_by_hand(
     stream: str, length: int, settings: dict[str, Any], masks: dict[int, str], device: str
 ) -> None:
-    pair = StepPair(100, 1, fields=FIELDS, device=device, **settings)
-    play(pair, stream, fields=FIELDS)
+    made = {name: value for name, value in settings.items() if name != "final"}
+    pair = StepPair(100, 1, fields=FIELDS, device=device, sequences=Sequences(length), **made)
+    play(pair, stream, fields=FIELDS, final="final" in settings)
     view = pair.check()
     expected = {key: [sign == "1" for sign in mask] for key, mask in masks.items()}
-    starts = view.sequence_starts(length)
-    assert {key: [step["mask"] for step in view.sequence(key, length)] for key in starts} == expected
-    batch = pair.buffer.sample_sequences(50, length)
+    assert {key: [step["mask"] for step in view.sequence(key, length)] for key in view.eligible()} == expected
+    batch = pair.buffer[list(expected)]
     assert dict(zip(batch.key.tolist(), batch.mask.tolist(), strict=True)) == expected
-    pair.check_sequences(batch, view, length)
 
 
 @pytest.mark.parametrize("length", scale([2, 3, 4], [3]))
 def test_strict_sequences_are_all_that_no_ending_divides(length: int, device: str) -> None:
     """In a full ring, wherever it has turned to."""
     sampler = Uniform(replacement=True)
-    buffer = TrajectoryReplayBuffer(8, 1, FIELDS, autoreset="same_step", sampler=sampler, device=device)
+    rows = Sequences(length, strict=True)
+    buffer = TrajectoryReplayBuffer(8, 1, FIELDS, autoreset="same_step", sampler=sampler, device=device, sequences=rows)
     endings = {2, 6, 7, 13, 18}
     for step in range(20):
         buffer.add(obs=[step], action=[0], reward=[0.0], terminated=[step in endings], truncated=[False])
         if step < 8 or step % scale(1, 5):
             continue
-        stored = range(step - 7, step + 2 - length)
+        # every step is settled but the newest, unless it ends an episode
+        stored = range(step - 7, step + 1 - length + (step in endings))
         whole = {start for start in stored if endings.isdisjoint(range(start, start + length - 1))}
-        assert set(buffer.sample_sequences(scale(300, 60), length, strict=True).key.tolist()) == whole
-
-
-def test_the_last_observation_stands_for_one_that_is_not_stored(device: str) -> None:
-    pair = StepPair(12, 1, sampler=Latest(), device=device, fields=FIELDS, gamma=0.5, stack=2, n_step=2)
-    play(pair, "...U.....", fields=FIELDS)
-    (window,) = pair.buffer.sample_sequences(1, 3)[:1].next_obs.tolist()
-    # of steps 6 to 8, where 9 is to come; the frame of step t is t + 1
-    assert window == [[8, 9], [8, 9], [8, 9]]
+        assert buffer.stats().eligible == len(whole)
+        assert not whole or set(buffer.sample(scale(300, 60)).key.tolist()) == whole
 
 
 def test_a_final_observation_larger_than_the_room_for_small_ones_is_kept(device: str) -> None:

@@ -131,9 +131,6 @@ def calls_of(buffer: Any, many: int = 14) -> dict[str, Call]:
         "add a cut": lambda each: each.add(**plain | {"truncated": everything, "priority": large}),
         "extend": lambda each, count=many: each.extend(**{name: values[:count] for name, values in long.items()}),
     }
-    if buffer.relabel is None:
-        calls["sequences"] = lambda each: each.sample_sequences(2, 2, 1)
-        calls["strict sequences"] = lambda each: each.sample_sequences(2, 1, 1, strict=True)
     return calls
 
 

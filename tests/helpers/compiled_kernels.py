@@ -28,6 +28,7 @@ from gpu_replay.ops.frame_tiles import frame_tile
 
 # those that other tests compile as well
 SOME_FRAMES = ("atari", "atari to half")
+OF_SEQUENCES = ("sequences", "strict sequences")
 # what may change without a look at why
 REGISTERS_MORE = 1.25
 SHARED_MORE = 2048
@@ -141,22 +142,21 @@ def test_whole_words_are_moved_as_such(full: bool) -> None:
 
 
 def test_frames_of_stacks_are_moved_in_whole_words(full: bool) -> None:
-    for name in FRAMES if full else SOME_FRAMES:
-        field, settings = FRAMES[name]["obs"], CASES[name][3]
+    for name in (*(FRAMES if full else SOME_FRAMES), *OF_SEQUENCES):
+        field, settings = CASES[name][1]["obs"], CASES[name][3]
         tile = frame_tile(field, 1000, False)
         # of floats a frame is too long to be moved whole
-        assert (tile.chunks == 1) == (name in SOME_FRAMES), name
+        assert (tile.chunks == 1) == (name in (*SOME_FRAMES, *OF_SEQUENCES)), name
         # a frame may come from the ring or be a kept final observation
         places = 2 if settings.get("autoreset") == "same_step" else 1
-        for call in ("starts", "sequences"):
-            case = f"gather_windows_kernel: {name}: {call}"
-            ptx = text_of(case, MAIN_TARGET)
-            # each thread moves 16 bytes at once
-            words = tile.rows * tile.columns // (32 * cases(True)[case].constants["num_warps"] * 16)
-            loads, stores = words * field.dtype.itemsize, words * field.output_dtype.itemsize
-            wide = {kind: len(re.findall(rf"{kind}\.global\.(?:v4\.b32|v2\.b64)", ptx)) for kind in ("ld", "st")}
-            assert wide["st"] == stores, case
-            assert wide["ld"] == loads * places, case
+        case = f"gather_windows_kernel: {name}: starts"
+        ptx = text_of(case, MAIN_TARGET)
+        # each thread moves 16 bytes at once
+        words = tile.rows * tile.columns // (32 * cases(True)[case].constants["num_warps"] * 16)
+        loads, stores = words * field.dtype.itemsize, words * field.output_dtype.itemsize
+        wide = {kind: len(re.findall(rf"{kind}\.global\.(?:v4\.b32|v2\.b64)", ptx)) for kind in ("ld", "st")}
+        assert wide["st"] == stores, case
+        assert wide["ld"] == loads * places, case
 
 
 def test_a_sum_of_rewards_is_rounded_as_on_the_host(full: bool) -> None:
@@ -169,7 +169,7 @@ def test_a_sum_of_rewards_is_rounded_as_on_the_host(full: bool) -> None:
         assert "fma" not in ptx, name
 
 
-@pytest.mark.parametrize("kernel", ["draw_kernel", "draw_sequences_kernel", "choose_goals_kernel"])
+@pytest.mark.parametrize("kernel", ["draw_kernel", "choose_goals_kernel"])
 def test_a_draw_is_rounded_once(kernel: str, full: bool) -> None:
     """A multiplication fused with an addition, or a short division, would draw other keys than the CPU."""
     chosen_cases = [case for case in chosen(MAIN_TARGET, full) if case.startswith(kernel)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from twins import Twins
 
-from gpu_replay import Field, Hindsight, LinearSchedule, Proportional, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay import Field, Hindsight, LinearSchedule, Proportional, ReplayBuffer, Sequences, TrajectoryReplayBuffer
 from gpu_replay.graphs.cuda_graph import capture_into
 
 FIELDS = {"x": Field((4,), torch.float32), "n": Field((), torch.int64)}
@@ -41,6 +41,8 @@ MODES: dict[str, dict[str, Any]] = {
     "next_step": {"autoreset": "next_step", "stack": 4, "n_step": 3},
     "same_step": {"autoreset": "same_step", "stack": 3, "n_step": 5, "padding": "zero"},
     "few finals": {"autoreset": "disabled", "stack": 1, "n_step": 2, "final_capacity": 9},
+    "sequences": {"autoreset": "same_step", "stack": 2, "n_step": 2, "random_shift": 1, "sequences": Sequences(3)},
+    "strict": {"autoreset": "disabled", "n_step": 2, "sequences": Sequences(2, strict=True)},
     "goals": {"autoreset": "same_step", "relabel": Hindsight(reward_fn=distance, ratio=0.5)},
 }
 # fields of the last ones lie in pinned memory of the host
@@ -71,7 +73,6 @@ class OnGpu(Twins):
     ) -> None:
         self.kind, self.rows, self.every = kind, rows, every
         self.steps = kind not in ("transitions", "pinned")
-        self.draws_sequences = self.steps and kind != "goals"
         settings = {"autoreset": "next_step", **MODES.get(kind.replace("pinned steps", "same_step"), {}), **more}
 
         def make(place: str) -> ReplayBuffer | TrajectoryReplayBuffer:

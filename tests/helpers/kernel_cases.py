@@ -32,6 +32,7 @@ from gpu_replay import (
     Proportional,
     RankBased,
     ReplayBuffer,
+    Sequences,
     TrajectoryReplayBuffer,
     Uniform,
 )
@@ -102,6 +103,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     "atari to half": (100, FRAMES["atari to half"], Uniform(), {"stack": 4, **SAME_STEP}),
     "atari to bfloat16": (100, FRAMES["atari to bfloat16"], Latest(), {"stack": 2}),
     "atari to float": (100, FRAMES["atari to float"], Combined(EVERYTHING, 3), {"stack": 4, "n_step": 12, **SAME_STEP}),
+    "sequences": (5_000, FRAMES["atari"], PLAIN, {"stack": 4, "n_step": 3, "sequences": Sequences(9)}),
+    "strict sequences": (
+        *(100, FRAMES["atari to half"], Uniform()),
+        {"stack": 4, "sequences": Sequences(8, strict=True, stride=2), **SAME_STEP},
+    ),
     "goals": (5_000, GOALS, PLAIN, {"relabel": Hindsight(reward_fn=distances)}),
     "terminal observations": (100, VECTORS, PLAIN, {"terminal_obs": True, **SAME_STEP}),
     "steps of vectors": (20_000, VECTORS, Proportional(stratified=False, initial="stored"), {}),
@@ -129,6 +135,15 @@ MORE_CASES: dict[str, tuple[Any, ...]] = {
         *(PLAIN, {"stack": 3, "n_step": 2, **SAME_STEP}),
     ),
     "steps by rank": (20_000, VECTORS, RankBased(), {}),
+    "sequences of one step": (20_000, VECTORS, PLAIN, {"n_step": 3, "sequences": Sequences(1, stride=3)}),
+    "several observations of sequences": (
+        *(100, {f"obs.{name}": field for name, field in ODD.items()} | {"action": Field((6,), torch.float32)}),
+        *(PLAIN, {"stack": 3, "n_step": 2, "sequences": Sequences(4), **SAME_STEP}),
+    ),
+    "sequences by rank, all options": (
+        *(2_100_000, VECTORS, Combined(ALL_RANKS)),
+        {"n_step": 8, "sequences": Sequences(5, strict=True), **SAME_STEP},
+    ),
     "streams by rank, all options": (2_100_000, VECTORS, Combined(ALL_RANKS), {"n_step": 8, **SAME_STEP}),
     "5 levels, all options": (2_100_000, SMALL, EVERYTHING),
 }
@@ -136,13 +151,14 @@ MORE_CASES: dict[str, tuple[Any, ...]] = {
 
 MAIN_TARGET = "sm_90"
 # what the other targets compile, and tests of one target that need no more
-PART = ("classic, 3 levels, all options", "4 levels", "odd widths, uniform", "atari", "atari to half")
+PART = ("classic, 3 levels, all options", "4 levels", "odd widths, uniform", "atari", "atari to half", "sequences")
 # what the main target compiles by default, by kernel and buffer: every kernel, and those whose code differs most
 QUICK = (
     rf"\w+: ({PART[0]}|sums)",
     r"(add_step|gather_windows|draw\w*|update)_kernel: atari: (?!.*priority)",
     r"(add|gather)_kernel: odd widths",
-    r"(draw_sequences|gather_windows)_kernel: atari to half|add_step_kernel: atari to half: step with",
+    r"gather_windows_kernel: (atari to half|strict)|add_step_kernel: atari to half: step with",
+    r"add_step_kernel: (strict )?sequences: step$",
     r"draw_kernel: by rank|choose_goals_kernel: goals",
 )
 KEYS = ("of hundreds", "of a thousand", "of thousands")
@@ -159,17 +175,6 @@ def made(capacity: int, fields: Any, sampler: Sampler, settings: Any = None, num
     # launches that are not made count nothing
     buffer._counters[Counter.ELIGIBLE] = 10
     return buffer
-
-
-def sequences_of(buffer: Any) -> dict[str, Callable[[], object]]:
-    """Calls that sample sequences: of all starts, and of those that fit."""
-    # what a stride needs is the same for all
-    strides = {"sequences by stride": lambda: buffer.sample_sequences(5, 2, stride=2)}
-    return {
-        "sequences": lambda: buffer.sample_sequences(5, 2),
-        "strict sequences": lambda: buffer.sample_sequences(5, 2, strict=True, stride=2),
-        **(strides if buffer.stack == buffer.n_step == 1 else {}),
-    }
 
 
 def calls_of(buffer: Any, rows: int = 9) -> dict[str, Callable[[], object]]:
@@ -191,8 +196,6 @@ def calls_of(buffer: Any, rows: int = 9) -> dict[str, Callable[[], object]]:
         "step with priority": lambda: buffer.add(**given, priority=torch.ones(count)),
         "step with final observation": lambda: buffer.add(**rows_of(buffer, count, final=True)),
         "starts": lambda: buffer._engine.sample(5, None),
-        # goals of sequences are not relabelled
-        **({} if buffer.relabel else sequences_of(buffer)),
         "update of starts": lambda: buffer.update_priorities(keys, priorities),
     }
 

@@ -7,6 +7,7 @@ and the random words, which every draw takes from one stream, are carried along.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,6 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-from devices import INTERPRETED
 from numpy.random import Philox
 
 from gpu_replay import Combined, Latest, LinearSchedule, Proportional, RankBased, Uniform
@@ -102,10 +102,6 @@ def float32(value: float) -> float:
     return float(np.float32(value))
 
 
-class TooFew(Exception):
-    """A draw of starts that fit finds fewer; its argument says how many."""
-
-
 class Drawn(NamedTuple):
     """What one draw should return, apart from the fields."""
 
@@ -127,8 +123,6 @@ class Model:
         # the priority of each key that can be drawn
         self.held: dict[int, float] = {}
         self.running: float | None = None
-        # a device, which nobody waits for, may find too few starts that fit
-        self.on_device = INTERPRETED
         self.stale = self.samples = 0
         self.times = Counter[int]()
         self.random = Philox(key=np.array([seed & (2**64 - 1), 0], dtype=np.uint64))
@@ -224,71 +218,35 @@ class Model:
         distinct = self.newest if chance else max(self.newest, count - self.newest)
         return RuntimeError if not found else ValueError if found < distinct else None
 
-    def draw(
-        self,
-        count: int,
-        beta: float | None = None,
-        *,
-        among: list[int] | None = None,
-        skipping: bool = False,
-        fitting: set[int] | None = None,
-    ) -> Drawn:
-        """The rows of a sample.
-
-        among:    the keys that may be drawn, ascending, instead of all.
-        skipping: whether they are all but the newest, which turns the order of targets from slots to keys.
-        fitting:  the keys that fit: others are drawn again. On a device there may be rows that none is found for: they
-                  have no key, -1, and weight 0.
-        """
-        keys = self.eligible() if among is None else among
+    def draw(self, count: int, beta: float | None = None) -> Drawn:
+        """The rows of a sample."""
+        keys = self.eligible()
         newest = count if isinstance(self.base, Latest) else self.newest
-        last = keys[len(keys) - newest :]
-        if fitting is not None:
-            # back from the newest
-            last = self._first_that_fit(keys[::-1], newest, fitting)[::-1]
-        drawn = Drawn([], [], [])
+        last, drawn = keys[len(keys) - newest :], Drawn([], [], [])
         if count > newest:
-            drawn = self._by_chance(keys, count - newest, beta, skipping, fitting)
+            drawn = self._by_chance(keys, count - newest, beta)
         self.samples += 1
-        sure = [float(key >= 0) for key in last]
-        chances = drawn.probability + sure
-        found = Drawn(drawn.keys + last, chances, drawn.weight + sure)
-        self.times.update(key for key in found.keys if key >= 0)
-        return found
-
-    def _first_that_fit(self, walk: list[int], count: int, fitting: set[int]) -> list[int]:
-        """The first keys of a walk that fit; a device walks 65 times as far as it must."""
-        walk = walk[: 65 * count] if self.on_device else walk
-        found = [key for key in walk if key in fitting][:count]
-        if len(found) < count and not self.on_device:
-            raise TooFew(len(found))
-        return found + [-1] * (count - len(found))
+        self.times.update([*drawn.keys, *last])
+        return Drawn(
+            *(
+                part + [sure] * len(last) if sure else part + last
+                for part, sure in zip(drawn, (0, 1.0, 1.0), strict=True)
+            )
+        )
 
     def words(self, count: int) -> list[int]:
         """The next random words; the rest of the last four are lost."""
         return [int(word) for word in self.random.random_raw(-(-count // 4) * 4)[:count]]
 
-    def _by_chance(
-        self, keys: list[int], count: int, beta: float | None, skipping: bool, fitting: set[int] | None
-    ) -> Drawn:
+    def _by_chance(self, keys: list[int], count: int, beta: float | None) -> Drawn:
         base = self.base
-        order = sorted(keys, key=lambda key: key if skipping else key % self.capacity)
+        order = sorted(keys, key=lambda key: key % self.capacity)
         if isinstance(base, Uniform):
             order = order if self.starts else keys
             size = len(order)
             at = [place(word, size) for word in self.words(count)] if base.replacement else []
-            if not base.replacement and fitting is not None:
-                found = self._first_that_fit(
-                    [order[each] for each in permuted(size, size, self.words(64))], count, fitting
-                )
-                there = [float(key >= 0) for key in found]
-                return Drawn(found, [each / size for each in there], there)
             at = at or permuted(count, size, self.words(64))
-            if fitting is None:
-                return Drawn([order[each] for each in at], [1 / size] * count, [1.0] * count)
-            at = self._again(at, order, [1] * size, fitting)
-            there = [float(each >= 0) for each in at]
-            return Drawn([order[each] if each >= 0 else -1 for each in at], [each / size for each in there], there)
+            return Drawn([order[each] for each in at], [1 / size] * count, [1.0] * count)
         if self.by_rank:
             order = by_rank((key, self.held[key]) for key in keys)
             masses = self.rank_masses[: len(order)]
@@ -298,38 +256,12 @@ class Model:
         parts = [stratum(row, count, total) if base.stratified else (0, total) for row in range(count)]
         targets = [low + place(word, high - low) for (low, high), word in zip(parts, words, strict=True)]
         at = located(masses, targets)
-        if fitting is not None:
-            at = self._again(at, order, masses, fitting)
-        mine = [masses[each] if each >= 0 else math.inf for each in at]
-        lowest = min(mine)
-        if base.normalize == "buffer":
-            # what is left out for being new could still get the largest weight
-            lowest = min(map(self.mass, self.held)) if skipping and self.by_mass else min(masses)
+        mine = [masses[each] for each in at]
+        lowest = min(masses) if base.normalize == "buffer" else min(mine)
         if beta is None:
             beta = base.beta(self.samples) if isinstance(base.beta, LinearSchedule) else base.beta
-        weight = [(lowest / mass) ** beta if mass < math.inf else 0.0 for mass in mine]
-        probability = [mass / total if mass < math.inf else 0.0 for mass in mine]
-        return Drawn([order[each] if each >= 0 else -1 for each in at], probability, weight)
-
-    def _again(self, at: list[int], order: list[int], masses: list[int], fitting: set[int]) -> list[int]:
-        """Places in an order, those that do not fit drawn again 64 times at most; -1 where that did not help. A host
-        draws them from all that fit then.
-        """
-        total, at = sum(masses), list(at)
-        for _ in range(64):
-            words = self.words(len(at))
-            again = located(masses, [place(word, total) for word in words])
-            at = [one if order[one] in fitting else other for one, other in zip(at, again, strict=True)]
-        words = self.words(len(at))
-        if self.on_device:
-            return [each if order[each] in fitting else -1 for each in at]
-        if not fitting:
-            raise TooFew(0)
-        left = [mass if key in fitting else 0 for key, mass in zip(order, masses, strict=True)]
-        return [
-            each if order[each] in fitting else located(left, [place(word, sum(left))])[0]
-            for each, word in zip(at, words, strict=True)
-        ]
+        weight = [(lowest / mass) ** beta for mass in mine]
+        return Drawn([order[each] for each in at], [mass / total for mass in mine], weight)
 
     # what it says of itself
 
@@ -417,7 +349,9 @@ class StepModel(Model):
         final_capacity: int | None = None,
         terminal_obs: bool = False,
         relabel: Any = None,
+        sequences: Any = None,
     ) -> None:
+        self.sequences = sequences
         self.num_envs, self.turn = num_envs, capacity // num_envs
         super().__init__(self.turn * num_envs, sampler, seed)
         self.stack, self.n_step, self.gamma, self.autoreset = stack, n_step, gamma, autoreset
@@ -470,7 +404,17 @@ class StepModel(Model):
         self.steps[env][number][name] = value[name]
 
     def waits(self, key: int) -> bool:
-        return key in self.live() and key not in self.held and self.view().open(*self.view().place(key))
+        return key in self.live() and key not in self.held and key in self.later()
+
+    def later(self) -> set[int]:
+        """What could be drawn after steps in which nothing ends, in a ring that holds all of them besides."""
+        view = self.view()
+        if view.later is None:
+            after, more = copy.copy(self), self.n_step + 1 + (self.sequences.length if self.sequences else 1)
+            plain = {"reward": 0.0, "terminated": False, "truncated": False}
+            after.steps, after.turn = [[*steps, *[plain] * more] for steps in self.steps], self.turn + more
+            view.later = set(View(after).eligible())
+        return view.later
 
     def given(self, key: int) -> float | None:
         return self._own(key) if self.waits(key) else super().given(key)
@@ -491,11 +435,11 @@ class StepModel(Model):
             self._view = View(self)
         return self._view
 
-    def draw(self, count: int, beta: float | None = None, **windows: Any) -> Drawn:
+    def draw(self, count: int, beta: float | None = None) -> Drawn:
         """The rows of a sample; with hindsight it takes random words after those of its draw: of a permutation that
         chooses rows, and of a number for each of them.
         """
-        drawn = super().draw(count, beta, **windows)
+        drawn = super().draw(count, beta)
         if chosen := round(self.relabel.ratio * count) if self.relabel is not None else 0:
             self.words(64)
             self.words(0 if self.relabel.strategy == "final" else chosen)
@@ -523,12 +467,6 @@ class StepModel(Model):
         counted = {"nonfinite_rewards": len(rewards) - sum(map(math.isfinite, rewards)), "lost_terminal_obs": view.lost}
         return super().stats() | counted | dict([self.flaws()])
 
-    def windows(self, length: int, strict: bool = False, stride: int = 1) -> list[int]:
-        """Keys of the starts of which a sequence may be drawn."""
-        view = self.view()
-        starts = [key for key in view.sequence_starts(length) if key // self.num_envs % stride == 0]
-        return [key for key in starts if not strict or all(step["mask"] for step in view.sequence(key, length))]
-
 
 class View:
     """What a buffer with this history holds now."""
@@ -543,6 +481,7 @@ class View:
         self.lost = 0
         self.kept = self._kept()
         self._eligible: list[int] | None = None
+        self.later: set[int] | None = None
 
     def _marks(self, env: int) -> list[tuple[int, bool]]:
         marks: list[tuple[int, bool]] = []
@@ -618,11 +557,46 @@ class View:
     def eligible(self) -> list[int]:
         """Keys of the starts that can be drawn, ascending."""
         if self._eligible is None:
-            self._eligible = [key for key in self.live() if self._complete(*self.place(key))]
+            begins = self._complete if self.model.sequences is None else self._begins
+            self._eligible = [key for key in self.live() if begins(*self.place(key))]
         return list(self._eligible)
 
+    def _begins(self, env: int, start: int) -> bool:
+        """Whether a sequence of this buffer may begin with this step."""
+        rows = self.model.sequences
+        steps = range(start, start + rows.length)
+        if start % rows.stride or steps[-1] >= self.count or not self._complete(env, start):
+            return False
+        if rows.strict and not all(self._same_episode(env, start, each) and not self.dead(env, each) for each in steps):
+            return False
+        return all(self.known(env, each) or self._never_known(env, each) for each in steps)
+
+    def dead(self, env: int, number: int) -> bool:
+        """Whether a step only brings a final observation."""
+        return self.marks[env][number][1]
+
+    def _never_known(self, env: int, start: int) -> bool:
+        """Whether the window of this step, or the observation after it, will never be stored."""
+        if self.dead(env, start):
+            return True
+        for number in range(start, start + self.model.n_step):
+            step = self.model.steps[env][number]
+            if step["terminated"]:
+                return False
+            if step["truncated"] and self.model.autoreset != "next_step":
+                return (env, number) not in self.kept
+            if number + 1 == self.count:
+                return False
+            if not self._same_episode(env, start, number + 1):
+                return True
+        return False
+
     def _complete(self, env: int, start: int) -> bool:
-        if self.marks[env][start][1] or self._stack_numbers(env, start)[0] < self.oldest:
+        return self._stack_numbers(env, start)[0] >= self.oldest and self.known(env, start)
+
+    def known(self, env: int, start: int) -> bool:
+        """Whether all of the window of this step is stored, and the observation after it unless it needs none."""
+        if self.marks[env][start][1]:
             return False
         length = self._window(env, start)
         if length is None:
@@ -633,18 +607,6 @@ class View:
         if last["truncated"] and self.model.autoreset != "next_step":
             return (env, start + length - 1) in self.kept
         return self._same_episode(env, start, start + length)
-
-    def open(self, env: int, start: int) -> bool:
-        """Whether a stored start that cannot be drawn may be complete after further steps."""
-        last = self.count - 1
-        dead, broken = self.marks[env][last][1], (env, self.count) in self.model.broken
-        if dead or broken or last - start >= self.model.n_step or not self._same_episode(env, start, last):
-            return False
-        if self._stack_numbers(env, start)[0] < self.oldest:
-            return False
-        step = self.model.steps[env][last]
-        # the final observation of a truncated episode is still to come
-        return not step["terminated"] and (not step["truncated"] or self.model.autoreset == "next_step")
 
     def _same_episode(self, env: int, one: int, other: int) -> bool:
         return other < self.count and self.marks[env][one][0] == self.marks[env][other][0]
@@ -684,10 +646,6 @@ class View:
         row, last = self._shown(env, start)
         return row | {"key": key, "terminated": bool(last["terminated"]), "truncated": bool(last["truncated"])}
 
-    def sequence_starts(self, length: int) -> list[int]:
-        """Keys of the eligible starts whose next `length` steps are all stored."""
-        return [key for key in self.eligible() if self.place(key)[1] + length <= self.count]
-
     def sequence(self, key: int, length: int) -> list[dict[str, Any]]:
         """The steps of a sequence: fields as they were given, stacks, windows, and whether `mask` covers each."""
         env, start = self.place(key)
@@ -695,8 +653,10 @@ class View:
         for number in range(start, start + length):
             step, _ = self._shown(env, number)
             same = self._same_episode(env, start, number)
-            step["mask"] = same and not self.marks[env][number][1]
-            step["dead"] = self.marks[env][number][1]
+            step["mask"] = same and self.known(env, number)
+            step["discount"] *= step["mask"]
+            step["mine"] = same and not self.dead(env, number)
+            step["dead"] = self.dead(env, number)
             sequence.append(step)
         return sequence
 

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 from devices import on_device
-from model import Drawn, Model, RowModel, Step, StepModel, TooFew, View, is_observation
+from model import Drawn, Model, RowModel, Step, StepModel, View, is_observation
 from tolerances import close
 from transitions import EXACT, STORED, check_rows, fill, handed_in, transitions
 
@@ -339,7 +338,6 @@ class StepPair(Both):
         given = {"capacity": capacity, "num_envs": num_envs, "fields": fields, "sampler": sampler, "device": device}
         super().__init__(TrajectoryReplayBuffer, seed, folder, **given, **settings)
         self.fields, self.model = fields, StepModel(capacity, num_envs, sampler, seed, **settings)
-        self.model.on_device |= device != "cpu"
         # the buffer that has warned of a flawed ending
         self.warned: Any = None
         assert self.buffer.capacity == self.model.capacity
@@ -390,41 +388,6 @@ class StepPair(Both):
         self.buffer.begin_episodes(*([] if mask is None else [form(mask)]))
         self.model.begin_episodes(mask)
 
-    def sample_sequences(
-        self, count: int, length: int, burn_in: int = 0, *, beta: float | None = None, strict: bool, stride: int
-    ) -> list[int]:
-        """The keys that were drawn; none where the sample is refused as it must be."""
-        model, total = self.model, length + burn_in
-        starts, restricted = model.windows(total, strict, stride), strict or stride > 1
-        # rows are drawn from all starts then, and those that do not fit again
-        counted = len(model.eligible() if restricted else starts)
-        error, call = model.refusal(count, counted), f"sample_sequences({count}, {length}, {burn_in})"
-        if len(model.live()) < total * model.num_envs:
-            error = RuntimeError
-        draw = partial(self.buffer.sample_sequences, count, length, burn_in, beta=beta, strict=strict, stride=stride)
-        if error:
-            with self.refusing(call, error, counted):
-                draw()
-            return []
-        fitting, state = set(starts) if restricted else None, copy.deepcopy((model.random, model.samples, model.times))
-        among = None if restricted else starts
-        try:
-            drawn = model.draw(count, beta, among=among, skipping=total > 1 and not restricted, fitting=fitting)
-        except TooFew as few:
-            model.random, model.samples, model.times = state
-            kind, words = RuntimeError, r"no (stored episode is as long as|window of .* is stored)"
-            if few.args[0]:
-                kind, words = ValueError, rf"the buffer holds {few.args[0]}\. Add more or lower"
-            with pytest.raises(kind, match=f"{re.escape(call)}.*{words}"):
-                draw()
-            return []
-        batch = draw()
-        self.check_drawn(batch, drawn)
-        found = batch.key >= 0
-        assert not batch.mask[~found].any()
-        self.check_sequences(batch[found], model.view(), total)
-        return batch.key[found].tolist()
-
     def contents(self, batch: Batch) -> None:
         self.check_rows(batch, self.model.view())
 
@@ -459,7 +422,8 @@ class StepPair(Both):
         if eligible:
             batch = self.buffer[eligible]
             after = {f"next_{name}" for name in self.fields if is_observation(name)}
-            assert set(batch) == RESULTS.keys() - {"mask"} | self.fields.keys() | after
+            unused = {"mask"} if self.model.sequences is None else set()
+            assert set(batch) == RESULTS.keys() - unused | self.fields.keys() | after
             self.check_rows(batch, view)
             assert batch.key.tolist() == eligible
         return view
@@ -468,6 +432,9 @@ class StepPair(Both):
         """Fail unless every row of the batch is the one that its key says."""
         keys = batch.key.tolist()
         assert set(keys) <= set(view.eligible())
+        if self.model.sequences is not None:
+            self.check_sequences(batch, view, self.model.sequences.length)
+            return
         rows = [view.row(key) for key in keys]
         for name in rows[0]:
             values = self.stored(batch, name)
@@ -477,10 +444,9 @@ class StepPair(Both):
     def check_sequences(self, batch: Batch, view: View, length: int) -> None:
         """Fail unless every window of the batch is what its key says."""
         keys = batch.key.tolist()
-        assert set(keys) <= set(view.sequence_starts(length))
-        after = ["discount", *(f"next_{name}" for name in self.fields if is_observation(name))]
-        names = [*self.fields, "reward", "terminated", "truncated", *after]
-        assert set(batch) == {*names, "mask", "key", "probability", "weight"}
+        after = [f"next_{name}" for name in self.fields if is_observation(name)]
+        names = [*self.fields, "reward", "discount", "terminated", "truncated", *after]
+        assert {*names, "mask", "key"} <= set(batch)
         found = {name: self.stored(batch, name) for name in [*names, "mask"]}
         for row, key in enumerate(keys):
             sequence = view.sequence(key, length)
@@ -491,10 +457,12 @@ class StepPair(Both):
                     expected = step[name]
                     if name in after and (expected is None or not step["mask"]):
                         continue
-                    if is_observation(name) and not step["mask"] and self.model.stack > 1:
+                    if name == "reward" and not step["mine"]:
+                        continue
+                    if is_observation(name) and not step["mine"] and self.model.stack > 1:
                         # of a step beyond the episode only its own frame is promised
                         value, expected = value[-1], expected[-1]
-                    if step["mask"] or not step["dead"] or is_observation(name):
+                    if name == "discount" or not step["dead"] or is_observation(name):
                         assert value == expected, f"field {name} of key {key}"
 
 

@@ -80,8 +80,6 @@ def live(buffer: Any, rounds: int) -> Iterator[Any]:
         # of repeated keys the last counts, of overwritten ones none
         keys = torch.cat((batch.key, batch.key[:3], batch.key[:2] - buffer.capacity))
         buffer.update_priorities(keys, (keys + torch.arange(len(keys), device=keys.device)) % 8 + 1)
-        if steps and buffer.relabel is None:
-            yield buffer.sample_sequences(4, 3)
         yield buffer[batch.key[:5]]
     yield from buffer.batches(13)
 

@@ -18,7 +18,7 @@ from model import UNIT, Step
 from pairs import RENEWED, RowPair, StepPair, lettered, letters
 from refusals import REFUSALS, whole_state
 
-from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, Uniform
+from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, Sequences, Uniform
 
 # powers of two and alpha 1 give masses that no library rounds differently
 SAMPLERS: dict[str, Any] = {
@@ -103,9 +103,6 @@ def any_call(draw: random.Random, kind: str, capacity: int, envs: int, end: floa
     beta = draw.choice((None, None, 0.0, 1.0, 0.3))
     if chance < 0.6:
         return "sample", draw.randint(1, largest), beta
-    if chance < 0.68 and kind == "steps":
-        windows = {"strict": draw.random() < 0.3, "stride": draw.choice((1, 1, 1, 2, 3)), "beta": beta}
-        return "sequences", draw.randint(1, largest), draw.randint(1, 5), draw.choice((0, 0, 1, 3)), windows
     if chance < 0.76:
         return "learn", numbers(draw, largest, style)
     if chance < 0.88:
@@ -153,6 +150,10 @@ def any_program(
         if draw.random() < 0.15:
             settings |= {"n_step": 1, "fields": "goals", "relabel": draw.choice(("future", "final", "episode"))}
         settings |= known
+        longest = settings["capacity"] // envs - settings["n_step"] - settings["stack"] + 1
+        if "relabel" not in settings and longest > 0 and draw.random() < 0.5:
+            length = min(longest, draw.choice((1, 2, 3, 4, 6, 11)))
+            settings["sequences"] = Sequences(length, draw.random() < 0.5, draw.choice((1, 1, 2, 3)))
     else:
         settings |= {"capacity": size} | known
     turn, largest = settings["capacity"] // envs * envs, draw.choice((5, 12, 40))
@@ -230,10 +231,6 @@ class Player:
             # as many as there are is the more interesting
             count = min(count, max(1, len(self.pair.model.live()) + 1))
         self.drawn = self.pair.sample(count, beta)
-
-    def sequences(self, count: int, length: int, burn_in: int, windows: dict[str, Any]) -> None:
-        if not self.strategy:
-            self.drawn = self.pair.sample_sequences(count, length, burn_in, **windows)
 
     def learn(self, numbers: list[float]) -> None:
         """Update what was drawn last."""

@@ -181,19 +181,6 @@ PRIORITIES: list[tuple[Any, Any, str]] = [
     *alike(LOSSY, "(?i:priorit)", ONES.cfloat(), [np.ma.masked, 1.0]),
 ]
 PATHS = [*alike(TypeError, "must be the path of a folder or file; found", None, 3, b"c"), ("", ValueError, "is empty")]
-# arguments of `sample_sequences`
-WINDOWS: list[tuple[Any, Any, str]] = [
-    ({name: value}, error, f"{name}.*{value}")
-    for name, error, value in (
-        *(
-            ("length", ValueError, 0),
-            ("length", TypeError, 1.5),
-            ("burn_in", ValueError, -1),
-            ("beta", ValueError, -1.0),
-        ),
-        *(("stride", ValueError, 0), ("strict", TypeError, "yes"), ("beta", ValueError, 10**101)),
-    )
-]
 
 
 def calls(
@@ -224,7 +211,6 @@ CALLS: list[tuple[tuple[str, ...], Call, Any, str]] = [
     (STEPS, lambda b, given: b.add(**each_of(given, lambda v: v.repeat_interleave(2, 0))), ValueError, "needs"),
     (STEPS, lambda b, given: b.extend(**each_of(given, lambda v: v[None][:0])), ValueError, "at least one step"),
     *calls(ANY, lambda b, size: b.sample(size), SIZES),
-    *calls(STEPS, lambda b, size: b.sample_sequences(size, 3), SIZES),
     *calls(ANY, lambda b, beta: b.sample(2, beta=beta), alike(ValueError, "beta", -0.5, math.nan, 1e308)),
     (ANY, lambda b, _: b.sample(2, beta="0.5"), TypeError, "beta"),
     *calls(ANY, lambda b, keys: b.update_priorities(keys, ONES), KEYS),
@@ -232,8 +218,7 @@ CALLS: list[tuple[tuple[str, ...], Call, Any, str]] = [
     *calls(ANY, lambda b, keys: b.priorities(keys), PRIORITIES_OF),
     *calls(ANY, lambda b, priorities: b.update_priorities(TWO, priorities), PRIORITIES),
     *calls(ANY, lambda b, kind: b[NOT_DENSE[kind](ONES)], alike(TypeError, "keys.*found", "coo", "quantized")),
-    *calls(STEPS, lambda b, given: b.sample_sequences(**{"batch_size": 2, "length": 3} | given), WINDOWS),
-    (STEPS, lambda b, _: b.sample_sequences(2, 3, stride=2**64), ValueError, "stride must be at most"),
+    (STEPS, lambda b, _: b.sample_sequences(2, 3), TypeError, r"sequences=Sequences\("),
     (STEPS, lambda b, _: b.begin_episodes(np.ones(b.num_envs + 1, bool)), ValueError, "environments; found"),
     (STEPS, lambda b, _: b.begin_episodes(np.ones(b.num_envs)), LOSSY, "(?i:bool)"),
     *calls(ANY, lambda b, size: b.batches(size), alike(LOSSY, "size", 0, 1.5)),

@@ -173,13 +173,8 @@ def play_steps(buffers: Shifted) -> Twins:
             step |= {name: random.random(envs) < 0.15 for name in ("terminated", "truncated")}
             twins.call("add", **step)
 
-    def look(strict: bool = False) -> None:
+    def look() -> None:
         drawn = check_alike(twins, firsts, "sample", 6 if envs > 1 else 60)
-        if not buffers.settings.get("relabel"):
-            check_alike(twins, firsts, "sample_sequences", 6, 3)
-            # which draws many times, so once
-            if strict:
-                check_alike(twins, firsts, "sample_sequences", 4, 2, strict=True)
         for buffer, keys in zip(twins.both, drawn, strict=True):
             buffer.update_priorities(keys, torch.arange(1.0, len(keys) + 1) / 4)
 
@@ -197,7 +192,7 @@ def play_steps(buffers: Shifted) -> Twins:
     add(3)
     look()
     add(6)
-    look(strict=True)
+    look()
     check_stored(twins, firsts, 12 * envs)
     check_masses(twins, firsts, 48)
     return twins

@@ -23,7 +23,7 @@ from sparse_memory import SparseMemory, sparse
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from gpu_replay import Field
+from gpu_replay import Field, Sequences
 from gpu_replay.ops import priorities
 from gpu_replay.ops.counters import Counter, HostWords, new_counters
 from gpu_replay.ops.draw import PERMUTATION_WORDS, digits_for, make_draw, permuted_ranks, targets_in
@@ -122,13 +122,12 @@ def of_steps(sampler: str, fields: Any, reached: Any, envs: int = 2, settings: A
 
 
 OBS = {"obs": Field((8,), torch.uint8), **ACTION}
+ROWS = {"stack": 3, "n_step": 2, "autoreset": "same_step", "sequences": Sequences(2)}
 # fields and rewards, metadata, final observations, and trees
 STARTS = {"add_step_kernel": 10, "gather_windows_kernel": 8}
 WITH_GOALS = {"add_step_kernel": 13, "gather_windows_kernel": 9}
 WITH_GOALS |= {"choose_goals_kernel": 4, "gather_kernel": 2, "draw_kernel": 1}
-BY_MASS = {"add_step_kernel": 11, "gather_windows_kernel": 7, "draw_kernel": 2, "update_kernel": 2}
-# masses, depths and flags; the newest starts are in the middle of this ring
-BY_MASS |= {"draw_sequences_kernel": 3}
+BY_MASS = {"add_step_kernel": 11, "draw_kernel": 2, "update_kernel": 2}
 CASES = {
     "rows by mass": of_rows("proportional"),
     "many keys at once": of_rows("independent", last_wins_kernel=1),
@@ -140,7 +139,8 @@ CASES = {
         )
     ),
     "starts by mass": of_steps("combined-proportional", OBS, STARTS | BY_MASS),
-    "starts": of_steps("uniform", OBS, STARTS | {"draw_kernel": 1, "draw_sequences_kernel": 3}),
+    "sequences by mass": of_steps("combined-proportional", OBS, STARTS | BY_MASS, settings=ROWS),
+    "starts": of_steps("uniform", OBS, STARTS | {"draw_kernel": 1}),
     "goals": of_steps("combined", GOALS | ACTION, WITH_GOALS, settings=RELABEL),
     "goals of one": of_steps("proportional", GOALS | ACTION, WITH_GOALS | {"update_kernel": 2}, 1, settings=RELABEL),
     "rows": Case(drawn_uniformly, {}),

@@ -55,7 +55,6 @@ def test_kernels_have_the_same_numbers() -> None:
     fanout = fanout_for("triton")
     host |= {
         "BASE": uniform_draw.BASE,
-        "REDRAWS": uniform_draw.REDRAWS,
         "FANOUT": fanout,
         "SHIFT": fanout.bit_length() - 1,
     }

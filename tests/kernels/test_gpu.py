@@ -67,8 +67,6 @@ def test_no_call_waits_for_the_device_or_keeps_memory(kind: str, name: str) -> N
         both.write(buffer, torch.cat((batch.key, late)))
         if both.steps:
             buffer.begin_episodes(some)
-            if both.draws_sequences:
-                buffer.sample_sequences(rows, 6, 2)
         else:
             buffer.add(**odd)
             # casts, values with gaps between them
@@ -78,7 +76,7 @@ def test_no_call_waits_for_the_device_or_keeps_memory(kind: str, name: str) -> N
     for _ in range(amount(3, 1)):
         cycle()
     # the host asks once more, now that the ring is full
-    assert buffer._engine.count_at_least(10**9, 0) > amount(1500, 30)
+    assert buffer._engine.count_at_least(10**9) > amount(1500, 30)
     before, memory = buffer.added, torch.cuda.memory_allocated()
     with waiting_is_an_error():
         for _ in range(cycles := amount(8, 2)):
@@ -101,7 +99,7 @@ def test_a_replayed_cycle_of_add_sample_and_update(kind: str, name: str) -> None
         batch = buffer.sample(amount(200, 12))
         buffer.update_priorities(batch.key, powers(batch.key))
         both.write(buffer, batch.key)
-        return [batch, *([buffer.sample_sequences(9, 6, 3)] if both.draws_sequences else [])]
+        return [batch]
 
     def moving() -> list[Batch]:
         batches = cycle(both.gpu)
@@ -166,7 +164,7 @@ def test_captured_steps_are_those_of_the_host_and_wait_for_nothing(kind: str, na
     both.check()
     assert (gpu.added, step.replays) == (host.added, times - WARM_UPS)
     # the host counted the adds: it knows of enough without asking
-    gpu._engine.count_at_least(10**9, 0)
+    gpu._engine.count_at_least(10**9)
     step()
     # the first sample of a size makes what the next ones keep
     gpu.sample(amount(50, 9))

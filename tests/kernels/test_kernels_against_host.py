@@ -18,7 +18,6 @@ from devices import thinned
 from guards import Guards
 from interpreted import kernel_device as kernel_device
 from programs import SAMPLERS
-from tolerances import close
 from trees import random_masses
 from twins import Twins
 
@@ -71,20 +70,8 @@ class Drawn(Twins):
         self.check()
         return found
 
-    def compare_within(self, batch: int, skipped: int) -> None:
-        """The draw alone, without the newest `skipped` slots."""
-        draws = self.host._engine.sampling
-        expected = draws.draw(batch, 0.5, skipped)
-        named = draws.finish({}, expected)
-        found = drawn_on_device(self.tested, batch, skipped)
-        assert found["slots"].tolist() == expected.slots.tolist()
-        assert found["key"].tolist() == named["key"].tolist()
-        for name in ("probability", "weight"):
-            assert close(found[name], named[name], name)
-        self.check()
 
-
-def drawn_on_device(buffer: Any, batch: int, skipped: int = 0) -> dict[str, torch.Tensor]:
+def drawn_on_device(buffer: Any, batch: int) -> dict[str, torch.Tensor]:
     """A sample of no fields, with its slots."""
     draws = buffer._engine.sampling
 
@@ -92,7 +79,7 @@ def drawn_on_device(buffer: Any, batch: int, skipped: int = 0) -> dict[str, torc
         finish = make_gather({}, {}, batch, buffer._counters, end)
         return lambda slots, *others: finish(slots, *others) | {"slots": slots.clone()}
 
-    return draws.make_sample(batch, False, make, skipped=skipped)(0.5)
+    return draws.make_sample(batch, False, make)(0.5)
 
 
 def some_codes(slots: int, seed: int, *, empty: float = 0.3) -> np.ndarray:
@@ -151,8 +138,6 @@ def test_every_place_of_the_oldest_key_and_of_the_last_one_in_reach(
     sampler, slots = SAMPLERS[name], 2 * 32
     both = Drawn(device, sampler, leaves_for(sampler, slots, added), 2 * (64 + added), envs=2)
     both.compare(min(20, both.eligible // 4))
-    for left in (0, 7, 8, 15):
-        both.compare_within(5, 2 * left)
 
 
 # by rank: with alpha 0 all ranks are drawn alike, so that as many draws as there are ranks show their order
@@ -165,8 +150,6 @@ def test_the_largest_code_comes_first_and_equal_ones_by_age(slots: int, device: 
     for seed, head in enumerate({0, slots // 2, slots - 1}):
         both = Drawn(device, ALL_RANKS, some_codes(slots, seed), 3 * slots + head % slots)
         both.compare(both.eligible)
-        for skipped in {0, 1, slots // 3} - {slots}:
-            both.compare_within(2 * slots, skipped)
 
 
 def test_a_list_is_sorted_anew_after_each_change_and_in_every_graph(device: str) -> None:
@@ -209,14 +192,13 @@ def test_draws_of_what_is_not_there_end_and_stay_inside(
     masses = [0] * (129 - left) + [1] * left
     both = Drawn(device, SAMPLERS[name], masses, 3 * 129, envs=envs, count=left)
     times_sampled = both.tested._storage.times_sampled
-    for skipped in (0, 30)[: 1 + (envs > 0)]:
-        times_sampled.zero_()
-        found = drawn_on_device(both.tested, 120, skipped)
-        slots, keys = found["slots"].tolist(), found["key"].tolist()
-        assert (min(slots) >= 0, max(slots) < 129) == (True, True)
-        assert slots == [key % 129 for key in keys]
-        assert int(times_sampled.sum()) == 120
-        assert bool(found["probability"].isfinite().all())
+    times_sampled.zero_()
+    found = drawn_on_device(both.tested, 120)
+    slots, keys = found["slots"].tolist(), found["key"].tolist()
+    assert (min(slots) >= 0, max(slots) < 129) == (True, True)
+    assert slots == [key % 129 for key in keys]
+    assert int(times_sampled.sum()) == 120
+    assert bool(found["probability"].isfinite().all())
     if name == "uniform" and not envs:
         assert set(keys) == set(range(387 - left, 387) if left else [387 - 129])
 

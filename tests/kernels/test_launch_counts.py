@@ -19,22 +19,22 @@ from launches import TARGETS, kernel_class, recorded, rows_of
 from programs import SAMPLERS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu_replay import Field, Hindsight, Proportional, RankBased, validation
+from gpu_replay import Field, Hindsight, Proportional, RankBased, Sequences, validation
 from gpu_replay.ops import launch as launching
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import Launch, addresses
 
 # the most launches of a call, besides operations of PyTorch: an order by rank and extremes of all masses are those
 ADDS = ("add", "add with priority", "step", "step with priority", "step with final observation")
-SAMPLES = ("sample", "sample with beta", "starts", "sequences", "strict sequences", "sequences by stride")
+SAMPLES = ("sample", "sample with beta", "starts")
 UPDATES = ("update", "update of starts", "update of hundreds", "update of a thousand")
 LAUNCHES = dict.fromkeys((*ADDS, *UPDATES), 1) | dict.fromkeys(SAMPLES, 2)
 # which rows get other goals, those goals, and the end of the sample
 RELABELED = {"starts": 3}
 SETTLED = {"update of thousands": 2}
-# calls that sort a list of ranks
-ORDERED = ("sample", "starts", "sequences")
+ORDERED = ("sample", "starts")
 WINDOWS = {"stack": 8, "n_step": 40, **SAME_STEP}
+ROWS = WINDOWS | {"sequences": Sequences(9, strict=True, stride=3)}
 PICTURES = {"obs": Field((6, 6), torch.uint8), "action": Field((), torch.int64)}
 BUFFERS = {
     **CASES,
@@ -42,6 +42,7 @@ BUFFERS = {
     **{name: case for name, case in MORE_CASES.items() if "by rank, all" not in name},
     **{f"rows, {name}": (5_000, TWENTY, sampler) for name, sampler in SAMPLERS.items()},
     **{f"steps, {name}": (5_000, PICTURES, sampler, WINDOWS) for name, sampler in SAMPLERS.items()},
+    **{f"sequences, {name}": (5_000, PICTURES, sampler, ROWS) for name, sampler in SAMPLERS.items()},
 }
 
 
@@ -80,15 +81,14 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("name", [name for name in SAMPLERS if "rank" not in name and name != "annealed"])
 def test_sequences_run_no_kernels_of_torch(name: str) -> None:
     with recorded():
-        buffer = made(5_000, PICTURES, SAMPLERS[name], WINDOWS)
+        buffer = made(5_000, PICTURES, SAMPLERS[name], ROWS)
         calls = calls_of(buffer)
         for _ in range(3):
             calls["step"]()
-        for call in (calls["sequences"], calls["strict sequences"]):
-            call()
-            with Operations() as found:
-                call()
-            assert found.names == []
+        calls["starts"]()
+        with Operations() as found:
+            calls["starts"]()
+        assert found.names == []
 
 
 def test_an_update_of_nothing_launches_nothing() -> None:

@@ -278,8 +278,7 @@ def seen_by(watch: Watch) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, Operations(watch), Reads(watch):
         # launches that are not made count nothing
         for engine in (TrajectoryDeviceEngine, DeviceEngine):
-            patch.setattr(engine, "count_at_least", lambda self, wanted, skipped: wanted)
-        patch.setattr(TrajectoryDeviceEngine, "span_of_steps", lambda self: (0, 5))
+            patch.setattr(engine, "count_at_least", lambda self, wanted: wanted)
         # nor do they fill anything
         patch.setattr(torch, "empty", torch.zeros)
         yield
@@ -293,7 +292,6 @@ def read_keys(buffer: Any) -> None:
 CALLS: dict[str, Any] = {
     "add": lambda buffer: buffer.add(**rows_of(buffer, 3, final=True), priority=torch.ones(3)),
     "sample": lambda buffer: buffer.sample(5),
-    "sample_sequences": lambda buffer: buffer.sample_sequences(2, 1),
     "update_priorities": lambda buffer: buffer.update_priorities(torch.arange(3), torch.ones(3)),
     "write": lambda buffer: buffer.write(torch.arange(3), action=torch.zeros(3, dtype=torch.int64)),
     "capture": lambda buffer: buffer.capture(4, lambda batch: batch.weight)(),
@@ -312,8 +310,8 @@ BUFFERS: dict[str, tuple[Any, ...]] = {
     "steps": (30, OBSERVED, Proportional(normalize="buffer"), STACKS, 3),
     "goals": (30, GOALS, Proportional(), RELABEL, 3),
 }
-OF_STEPS, OF_MASS = ["begin_episodes", "sample_sequences"], ["masses", "total_mass"]
-MISSING = {"transitions": OF_STEPS, "by rank": OF_STEPS + OF_MASS, "steps": [], "goals": OF_STEPS[1:]}
+OF_STEPS, OF_MASS = ["begin_episodes"], ["masses", "total_mass"]
+MISSING = {"transitions": OF_STEPS, "by rank": OF_STEPS + OF_MASS, "steps": [], "goals": []}
 
 
 def calls_for(kind: str, folder: Path) -> dict[str, Any]:

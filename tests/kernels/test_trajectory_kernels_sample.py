@@ -19,9 +19,8 @@ from launches import use_sizes_of_a_gpu
 from programs import SAMPLERS
 from twins import FIELDS, Twins, check_batches, values_of
 
-from gpu_replay import Batch, Field, Latest, TrajectoryReplayBuffer
+from gpu_replay import Batch, Field, Latest, Proportional, Sequences, TrajectoryReplayBuffer
 from gpu_replay.ops import frame_tiles
-from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.ring import Tile
 
@@ -53,12 +52,11 @@ class Streams(Twins):
             self.host.add(**given)
         self.tested.load_state_dict(self.host.state_dict())
 
-    def compare(self, length: int | None = None) -> Batch:
-        """Compare what is read at every start that has enough steps after it; returns the host's."""
-        count = self.host._engine.count_at_least(10**9, ((length or 1) - 1) * self.host.num_envs)
-        assert count
-        given = ("sample", count) if length is None else ("sample_sequences", count, length)
-        expected, found = self.call(*given)
+    def compare(self) -> Batch:
+        """Compare what is read at every start; returns the host's."""
+        count = self.host._engine.count_at_least(10**9)
+        assert count > 0
+        expected, found = self.call("sample", count)
         check_batches(found, expected)
         assert self.tested._counters.tolist() == self.host._counters.tolist()
         return expected
@@ -121,9 +119,8 @@ def test_observations(name: str, on_gpu: bool, device: str, monkeypatch: pytest.
     with guarded():
         for mode in ("next_step", "same_step, zeros"):
             fields = {"obs": FIELDS[name], **ACTION}
-            streams = Streams(device, fields, (2, 6, 14), 0.5, stack=3, n_step=2, **MODES[mode])
-            streams.compare()
-            streams.compare(3)
+            for rows in (None, Sequences(3)):
+                Streams(device, fields, (2, 9, 24), 0.3, stack=3, n_step=2, sequences=rows, **MODES[mode]).compare()
 
 
 def test_pieces_that_a_program_moves_one_after_the_other(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,55 +144,69 @@ def test_several_observations_and_other_fields(mode: str, device: str, guards: G
     }
     streams = Streams(device, fields, stack=2, n_step=3, **MODES[mode])
     streams.compare()
-    streams.compare(4)
 
 
 @thinned("mode, stack, length", MODES, [1, 4], [1, 7, 20])
 def test_sequences(mode: str, stack: int, length: int, device: str, guards: Guards) -> None:
     # as long as the ring allows
-    length = min(length, 21 - stack)
-    streams = Streams(device, SMALL, (3, 20, 55), 0.1, stack=stack, **MODES[mode])
+    rows = Sequences(min(length, 20 - stack))
+    streams = Streams(device, SMALL, (3, 20, 55), 0.1, stack=stack, sequences=rows, **MODES[mode])
     streams.call("begin_episodes")
-    expected = streams.compare(length)
+    expected = streams.compare()
     assert length == 1 or not bool(expected["mask"].all())
 
 
-# one that walks, and one each by mass and by rank
-REDRAWN = ("uniform", "annealed", "rank")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in REDRAWN else pytest.mark.slow) for name in SAMPLERS]
-)
-def test_sequences_that_fit_are_those_of_the_host(name: str, device: str, guards: Guards) -> None:
-    """Kernels and host draw again the same, and mark nothing outside where they find none."""
-    for length, strict, stride, end in ((4, True, 1, 0.1), (2, True, 3, 0.3), (3, False, 2, 0.1)):
-        settings = {"sampler": SAMPLERS[name], "stack": 2, "n_step": 2, **MODES["same_step"]}
-        streams = Streams(device, SMALL, (3, 20, 55), end, **settings)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_sequences_of_every_sampler(name: str, device: str, guards: Guards) -> None:
+    for rows in (Sequences(4, strict=True), Sequences(2, strict=True, stride=3), Sequences(3, stride=2)):
+        settings = {"sampler": SAMPLERS[name], "stack": 2, "n_step": 2, "sequences": rows, **MODES["same_step"]}
+        streams = Streams(device, SMALL, (3, 20, 55), 0.1, **settings)
         for count in (3, 5):
-            expected, found = streams.call("sample_sequences", count, length, 0, strict=strict, stride=stride)
-            check_batches(found, expected)
-            counts = [buffer._counters[[Counter.RANDOM, Counter.STEP]].tolist() for buffer in streams.both]
-            assert counts[0] == counts[1]
-    tested = streams.tested
-    tested._streams.streams.depth.zero_()
-    found = tested.sample_sequences(3, 4, strict=True)
-    assert found.key.tolist() == [-1] * 3
-    assert found.weight.tolist() == found.probability.tolist() == [0.0] * 3
-    assert not found.mask.any()
-    assert tested._counters[Counter.STEP] == streams.host._counters[Counter.STEP] + 1
+            streams.draw(count)
+        streams.check()
 
 
-def test_the_newest_sequences_that_fit_may_begin_many_rows_back(device: str, guards: Guards) -> None:
-    """All environments began an episode that is shorter than a sequence."""
-    streams = Streams(device, SMALL, (70, 12, 8), 0.0)
-    streams.call("begin_episodes")
-    for _ in range(3):
-        step = {"obs": torch.zeros(70, 2, dtype=torch.int16), "action": torch.zeros(70, dtype=torch.int64)}
-        streams.insert(**step, reward=torch.zeros(70), terminated=torch.zeros(70) > 0, truncated=torch.zeros(70) > 0)
-    expected, found = streams.call("sample_sequences", 3, 4, strict=True)
-    check_batches(found, expected)
-    assert found.key.tolist() == [5 * 70 - 3, 5 * 70 - 2, 5 * 70 - 1]
+# mode, stack, steps of a window, rows: every way in which steps are settled, of one step and of more than a window has
+SETTLED: dict[str, tuple[str, int, int, Sequences]] = {
+    "reset steps": ("next_step", 2, 3, Sequences(4)),
+    "reset steps, strict": ("next_step", 1, 2, Sequences(3, strict=True)),
+    "reset steps, of one step": ("next_step", 3, 2, Sequences(1, strict=True, stride=2)),
+    "some finals": ("same_step", 2, 3, Sequences(2, stride=3)),
+    "few finals, strict": ("same_step, few finals", 3, 4, Sequences(2, strict=True)),
+    "no finals, of one step": ("same_step, no finals", 1, 3, Sequences(1)),
+    "no finals": ("disabled", 2, 1, Sequences(5, strict=True, stride=2)),
+}
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("case", SETTLED)
+def test_sequences_of_steps_that_kernels_add(
+    case: str, on_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flags, starts and masses are those of the host after every step, with streams that break off."""
+    mode, stack, n_step, rows = SETTLED[case]
+    if on_gpu:
+        use_sizes_of_a_gpu(monkeypatch)
+    with guarded():
+        ring = rows.length + n_step + stack + 2
+        settings = {"stack": stack, "n_step": n_step, "sequences": rows, **MODES[mode]}
+        streams = Streams(device, SMALL, (5, ring, 0), sampler=Proportional(alpha=1.0, eps=0.0), **settings)
+        generator = np.random.default_rng(len(case))
+        for step in range(3 * ring):
+            given = {name: values_of(field, 5, generator) for name, field in SMALL.items()}
+            given |= {name: torch.from_numpy(generator.random(5) < 0.12) for name in ("terminated", "truncated")}
+            if mode.startswith("same_step") and step % 3:
+                given["final_obs"] = values_of(SMALL["obs"], 5, generator)
+            if step % 4 == 1:
+                given["priority"] = torch.from_numpy(2.0 ** generator.integers(-6, 9, 5))
+            if step % 5 == 2:
+                streams.call("begin_episodes", torch.from_numpy(generator.random(5) < 0.5))
+            if step == 2 * ring:
+                streams.call("clear")
+            streams.insert(**given, reward=torch.zeros(5))
+            streams.check()
+        assert streams.host.stats().eligible > 0
+        streams.compare()
 
 
 def test_what_means_nothing_is_still_read_inside(device: str, guards: Guards) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, __version__
+from gpu_replay import Field, Proportional, ReplayBuffer, Sequences, TrajectoryReplayBuffer, __version__
 from gpu_replay.cli import main
 from gpu_replay.console.sizes import SAMPLERS
 from gpu_replay.ops.advice import install
@@ -133,6 +133,7 @@ play {done} --output no/where/video.gif => there is no folder
 play {here}/other => not written by `gpu-replay train`
 estimate --capacity 0 --field a=int64 => capacity must be at least 1
 estimate --capacity 1 --field a => 'a' is not NAME=SHAPE:DTYPE
+estimate --capacity 9 --field a=int64 --sequences 3 => --sequences is of a trajectory buffer | --num-envs E
 estimate --capacity 1 --field a=3:int65 => unknown dtype 'int65'
 estimate --capacity 1 --field a=int64 --field a=int8 => --field a is given twice
 estimate --capacity 9 --field a=int8 --frame-size 42 => --frame-size is of Atari's frames
@@ -337,6 +338,10 @@ def test_estimate_agrees_with_the_buffer_it_describes(capsys: Capture) -> None:
         # nothing is asked of an agent
         ("--env Pendulum-v1", ReplayBuffer.from_spaces(1_000, *spaces, **CPU)),
         ("--env Pendulum-v1 --num-envs 8", TrajectoryReplayBuffer.from_spaces(1_000, 8, *spaces, **CPU)),
+        (
+            "--env Pendulum-v1 --num-envs 8 --sequences 100",
+            TrajectoryReplayBuffer.from_spaces(1_000, 8, *spaces, sequences=Sequences(100), **CPU),
+        ),
     ):
         found, out = sizes(capsys, f"1000 {arguments}")
         assert found["obs"] == 12_000

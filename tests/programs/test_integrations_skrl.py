@@ -109,7 +109,7 @@ def test_mini_batches_share_the_rows() -> None:
 
 
 def test_windows_are_consecutive_steps_of_an_environment() -> None:
-    ours = made(32, 4)
+    ours = made(32, 4, sequence_length=5)
     steps = steps_of(60, 4, False)
     for step in steps:
         ours.add_samples(**step)
@@ -120,6 +120,10 @@ def test_windows_are_consecutive_steps_of_an_environment() -> None:
         for k in range(5):
             assert torch.equal(found[0][5 * row + k], steps[t + k]["observations"][e])
             assert torch.equal(found[1][5 * row + k], steps[t + k]["terminated"][e])
+    with pytest.raises(ValueError, match=r"windows of 5 steps; make it with ReplayMemory\(\.\.\., sequence_length=3\)"):
+        ours.sample(["observations"], batch_size=8, sequence_length=3)
+    with pytest.raises(ValueError, match="at least 1; found 0"):
+        made(32, 4, sequence_length=0)
 
 
 def test_the_first_steps_are_sampled_at_once() -> None:
