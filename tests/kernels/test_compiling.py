@@ -145,8 +145,7 @@ def test_loops_as_python_do_what_compiled_ones_do() -> None:
         flat[320:339] = flat[:304].reshape(-1, 16).sum(1)
         counters[Counter.FIRST], counters[Counter.ADDED] = 300, 600
         slots, probability, ratio = np.zeros(40, np.int64), np.zeros(40, np.float32), np.zeros(40)
-        known = flat, starts, doubles, True, True, 7, int(masses.sum()) - 9, int(masses.sum())
-        ready(tree.draw)(*known, slots, probability, ratio)
+        ready(tree.draw)(flat, starts, doubles, True, True, slots, probability, ratio)
         for ordered in (True, False):
             settings = ordered, 2**40, 300, counters, flat, starts, changed_slots, *stream
             ready(tree.update)(keys, powers.copy(), *settings)
