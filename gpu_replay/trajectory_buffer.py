@@ -126,8 +126,8 @@ class TrajectoryReplayBuffer(Buffer):
         self._shape = self._settings.shape
         super().__init__(self._shape.slots, checked, sampler, device, seed, storage_device, storage_path)
         self._step_fields = {**self._fields, "reward": REWARD, "terminated": _FLAG, "truncated": _FLAG}
-        self._checks = validation.checks_of(self._step_fields)
         observations, on_host = self._streams.observations, self._on_host
+        self._checks = validation.checks_of(self._step_fields, on_host=on_host)
         self._input = StepInput(self._step_fields, observations, self._settings, self._device, on_host=on_host)
         self._needed = f": a start needs n_step={n_step} steps of its environment, and the observation after them"
         self._batch_kind = stream_batch(self._fields, self._settings.stack)
@@ -266,13 +266,14 @@ class TrajectoryReplayBuffer(Buffer):
         finals: dict[str, Any] = {}
         if final_obs is not None or fields.keys() != self._step_fields.keys():
             fields, finals = self._input.split(fields, final_obs)
-        values, envs, ready, single = self._rows_of(fields, self._settings.num_envs)
+        on_host, num_envs = self._on_host, self._settings.num_envs
+        values, envs, ready, single = validation.as_rows(fields, self._checks, num_envs, self._device, on_host=on_host)
         if single:
             finals = {name: [value] for name, value in finals.items()}
         final_rows = self._input.finals(finals, values["terminated"], values["truncated"]) if finals else None
         if priority is not None:
             given = validation.with_axis(priority) if single else priority
-            priority = validation.as_priorities("priority", given, envs, self._device, as_array=self._on_host)
+            priority = validation.as_priorities("priority", given, envs, self._device, as_array=on_host)
         with self._lock:
             return self._engine.add_step(values, priority, final_rows, ready)
 

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.fields import Field
+from gpu_replay.fields import Field, as_numpy
 from gpu_replay.loops.windows import gather_bytes, gather_words
 from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.eligibility import Streams
 from gpu_replay.ops.frame_tiles import moved_frames
 from gpu_replay.ops.launch import Launch, allocator, reciprocal
-from gpu_replay.ops.ring import as_numpy, as_torch, convert
+from gpu_replay.ops.ring import as_torch, convert
 from gpu_replay.ops.weights import READ, Finish, Gather, weight_programs
 
 # bytes of a piece that is gathered and converted while it is in the cache
