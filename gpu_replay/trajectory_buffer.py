@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from gpu_replay import validation
 from gpu_replay.base.buffer import Buffer
 from gpu_replay.base.refusals import RELABELS, class_only, hint_from_spaces
-from gpu_replay.base.steps import StepInput
+from gpu_replay.base.steps import StepInput, objects
 from gpu_replay.batch import Batch
 from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
@@ -244,8 +244,8 @@ class TrajectoryReplayBuffer(Buffer):
         priority:  (E,) absolute TD errors or other non-negative numbers (the sign is dropped); each counts when its
                    step becomes eligible. A mass is at least one unit, 2^-20, also for a priority of 0 with `eps=0`.
         final_obs: `[E, *shape]` last observations of the episodes that ended with this step; other rows are not read.
-                   For several observation fields a dictionary (or `final_obs.NAME`). Also Gymnasium's
-                   `info.get("final_obs")`: an object array of observations, None where nothing ended. Give it with
+                   Or Gymnasium's `info.get("final_obs")`, an object array (E,) of observations, None where nothing
+                   ended. For several observation fields also a dictionary of these (or `final_obs.NAME`). Give it with
                    "same_step" and "disabled", to bootstrap truncated episodes, and with `terminal_obs` for
                    `next_obs` of terminated ones; ValueError with "next_step".
 
@@ -269,7 +269,7 @@ class TrajectoryReplayBuffer(Buffer):
         on_host, num_envs = self._on_host, self._settings.num_envs
         values, envs, ready, single = validation.as_rows(fields, self._checks, num_envs, self._device, on_host=on_host)
         if single:
-            finals = {name: [value] for name, value in finals.items()}
+            finals = {name: objects([value]) for name, value in finals.items()}
         final_rows = self._input.finals(finals, values["terminated"], values["truncated"]) if finals else None
         if priority is not None:
             given = validation.with_axis(priority) if single else priority
@@ -283,8 +283,8 @@ class TrajectoryReplayBuffer(Buffer):
         fields:    as in `add`, each `[T, E, *shape]`, oldest first; `[T, 1, *shape]` for a stream of one environment.
                    Arrays of the field's dtype may be larger than memory (`numpy.memmap`); T may exceed the capacity.
         priority:  (T, E), as in `add`.
-        final_obs: as in `add` with T before it: `[T, E, *shape]`, an object array [T, E], a dictionary of these, or a
-                   list of T entries, each None or what `add` takes.
+        final_obs: as in `add` with T before it: `[T, E, *shape]` or an object array [T, E]; or a list of T entries,
+                   each None or what `add` takes; or a dictionary of these.
 
         Equals T calls of `add`, bit for bit: the same masses, keys and samples. Raises as `add` does; a call that
         raises stores nothing.

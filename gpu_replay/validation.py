@@ -230,13 +230,7 @@ def as_stored(name: str, value: np.ndarray | Tensor, dtype: torch.dtype) -> np.n
 
 
 def as_rows(
-    given: dict[str, Any],
-    checks: Checks,
-    envs: int | None,
-    device: torch.device,
-    *,
-    on_host: bool,
-    bare: bool = False,
+    given: dict[str, Any], checks: Checks, envs: int | None, device: torch.device, *, on_host: bool, bare: bool = False
 ) -> Rows:
     """The values of all fields, in any form that `add` takes, as the engine stores them.
 
