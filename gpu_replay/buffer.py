@@ -69,7 +69,7 @@ class ReplayBuffer(Buffer):
     ) -> None:
         checked = check_fields(fields)
         super().__init__(check_capacity(capacity), checked, sampler, device, seed, storage_device, storage_path)
-        self._checks = validation.checks_of(self._fields, on_host=self._on_host)
+        self._checks, self._names = validation.checks_of(self._fields, on_host=self._on_host), self._fields.keys()
         self._batch_kind = transition_batch(self._fields)
 
     def _sizes(self) -> dict[str, int]:
@@ -129,7 +129,7 @@ class ReplayBuffer(Buffer):
             self._refuse_unnamed("add", unnamed, self._fields)
         if is_dynamo_compiling():
             return self._operators.add(fields, priority)
-        if fields.keys() != self._fields.keys():
+        if fields.keys() != self._names:
             fields = flattened(fields, self._fields)
             check_names(fields, self._fields)
         on_host = self._on_host

@@ -127,7 +127,7 @@ class TrajectoryReplayBuffer(Buffer):
         super().__init__(self._shape.slots, checked, sampler, device, seed, storage_device, storage_path)
         self._step_fields = {**self._fields, "reward": REWARD, "terminated": _FLAG, "truncated": _FLAG}
         observations, on_host = self._streams.observations, self._on_host
-        self._checks = validation.checks_of(self._step_fields, on_host=on_host)
+        self._checks, self._names = validation.checks_of(self._step_fields, on_host=on_host), self._step_fields.keys()
         self._input = StepInput(self._step_fields, observations, self._settings, self._device, on_host=on_host)
         self._needed = f": a start needs n_step={n_step} steps of its environment, and the observation after them"
         self._batch_kind = stream_batch(self._fields, self._settings.stack)
@@ -264,7 +264,7 @@ class TrajectoryReplayBuffer(Buffer):
         if is_dynamo_compiling():
             return self._operators.add(fields if final_obs is None else {**fields, "final_obs": final_obs}, priority)
         finals: dict[str, Any] = {}
-        if final_obs is not None or fields.keys() != self._step_fields.keys():
+        if final_obs is not None or fields.keys() != self._names:
             fields, finals = self._input.split(fields, final_obs)
         on_host, num_envs = self._on_host, self._settings.num_envs
         values, envs, ready, single = validation.as_rows(fields, self._checks, num_envs, self._device, on_host=on_host)

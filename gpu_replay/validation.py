@@ -244,21 +244,20 @@ def as_rows(
         return _rows_of((given, rows, True, False))
     for name, field, dtype, shape in checks:
         value = given[name]
-        fits = False
         # fast path: what can be stored as it is
         try:
             array = value.numpy() if type(value) is Tensor and on_host else value
             if type(array) is np.ndarray and array.dtype == dtype:
-                fits, sides = True, array.shape
+                sides = array.shape
                 if sides and sides[1:] == shape and (sides[0] == count or count is None):
                     values[name], count = array, sides[0]
                     continue
         except (RuntimeError, TypeError):
             # elsewhere, not dense, with a gradient, or lazy
-            pass
+            array = None
         if not values and envs in (None, 1) and _lack_axis(given, checks):
             count, single = 1, True
-        if single and fits and sides == shape:
+        if single and type(array) is np.ndarray and array.dtype == dtype and array.shape == shape:
             values[name] = array if bare else array[None]
         elif (
             single

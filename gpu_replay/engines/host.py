@@ -72,9 +72,11 @@ class HostEngine:
 
         bare: whether they are one that comes without the axis of rows.
         """
-        state, capacity, added = self.sampling.state, self._capacity, self._counters.item(Counter.ADDED)
+        capacity, added = self._capacity, self._counters.item(Counter.ADDED)
         keys, start = torch.from_numpy(np.arange(added, added + rows)), added % capacity
-        given, largest, cut = _NOT_GIVEN if priorities is None or state.tree is None else state.rule.masses(priorities)
+        given, largest, cut = _NOT_GIVEN
+        if priorities is not None and (state := self.sampling.state).tree is not None:
+            given, largest, cut = state.rule.masses(priorities)
         counted = starmap(self._append, ((rows, given, largest, cut, *self._append_arguments),))
         if start + rows <= capacity:
             place = start if bare else slice(start, start + rows)
