@@ -54,9 +54,8 @@ def buffer_calls(case: Case, device: torch.device) -> dict[str, Call]:
     flat = replay_buffer(case.capacity, device)
     fields = {"obs": Field((16,), torch.float32), "action": Field((), torch.int64)}
     # capacity is a multiple of the environments
-    steps = TrajectoryReplayBuffer(
-        case.capacity, case.added, fields, n_step=3, sampler=Proportional(), device=device, seed=0
-    )
+    known: dict[str, Any] = {"sampler": Proportional(), "device": device, "seed": 0}
+    steps = TrajectoryReplayBuffer(case.capacity, case.added, fields, n_step=3, autoreset="next_step", **known)
 
     def zeros(all_fields: Any) -> dict[str, torch.Tensor]:
         return {

@@ -112,7 +112,7 @@ def payload(ranks: int, mode: str, rows: float, width: int) -> float:
     A sample and an update begin with a row of numbers for every other rank, and an update ends with the largest mass;
     each row sampled elsewhere comes with its key and its mass, and its new priority goes back with its key.
     """
-    numbers = (ranks - 1) * 2 * 8 * (1 + max(18, ranks)) + 2 * 8 * (ranks - 1) / ranks
+    numbers = (ranks - 1) * 2 * 8 * (1 + max(20, ranks)) + 2 * 8 * (ranks - 1) / ranks
     return numbers + (0 if mode == "local" else 8 * (ranks - 1) + rows * (width + 16 + 16))
 
 

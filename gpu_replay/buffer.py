@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch import Tensor, compiler
 
 from gpu_replay import validation
-from gpu_replay.base.buffer import Buffer
+from gpu_replay.base.buffer import Buffer, never_traced, outside
 from gpu_replay.base.mixture import ReplayMixture as ReplayMixture
 from gpu_replay.base.refusals import hint_from_spaces
 from gpu_replay.batch import Batch
 from gpu_replay.engines.device import DeviceEngine
 from gpu_replay.engines.host import HostEngine
 from gpu_replay.engines.placement import StoragePath
-from gpu_replay.engines.storage import UNIFORM, check_capacity, estimate, transition_batch
+from gpu_replay.engines.storage import UNIFORM, check_capacity, estimate
 from gpu_replay.fields import Field, check_fields, check_names, flattened
 from gpu_replay.samplers import Sampler
 from gpu_replay.spaces import classic_fields
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Never, Self
 
 
+@never_traced
 class ReplayBuffer(Buffer):
     """A ring of the last `capacity` transitions, sampled by `sampler`.
 
@@ -70,7 +70,6 @@ class ReplayBuffer(Buffer):
         checked = check_fields(fields)
         super().__init__(check_capacity(capacity), checked, sampler, device, seed, storage_device, storage_path)
         self._checks, self._names = validation.checks_of(self._fields, on_host=self._on_host), self._fields.keys()
-        self._batch_kind = transition_batch(self._fields)
 
     def _sizes(self) -> dict[str, int]:
         return estimate(self._capacity, self._fields, self._sampler, self._backend)
@@ -123,12 +122,12 @@ class ReplayBuffer(Buffer):
         TypeError for a dtype that would lose values. Nothing is stored by a call that raises; an interrupt
         (KeyboardInterrupt) comes before the call has stored anything, or after all of it.
         Values of tensors on CUDA are not looked at: floats too large for the field become infinite, and any number but
-        0 is a true flag. Inside torch.compile every value is a tensor or array with its leading axis.
+        0 is a true flag.
         """
         if unnamed:
             self._refuse_unnamed("add", unnamed, self._fields)
-        if is_dynamo_compiling():
-            return self._operators.add(fields, priority)
+        if compiler.is_dynamo_compiling():
+            return outside(ReplayBuffer.add, self, priority=priority, **fields)
         if fields.keys() != self._names:
             fields = flattened(fields, self._fields)
             check_names(fields, self._fields)
@@ -155,8 +154,8 @@ class ReplayBuffer(Buffer):
         Raises RuntimeError when nothing is stored, ValueError when more distinct transitions are asked for than there
         are. A beta schedule advances by one.
         """
-        if is_dynamo_compiling():
-            return self._operators.sample(self._batch_kind, batch_size, beta)
+        if compiler.is_dynamo_compiling():
+            return outside(ReplayBuffer.sample, self, batch_size, beta=beta)
         batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
         with self._lock:
             self._check_enough(batch)

@@ -125,7 +125,7 @@ class Hindsight:
         """Rows of a batch that are rewritten."""
         return round(self.ratio * batch)
 
-    def check(self, fields: Mapping[str, Field], n_step: int, random_shift: int) -> None:
+    def check(self, fields: Mapping[str, Field], n_step: int) -> None:
         """Raise ValueError where a buffer of these fields and settings cannot be relabelled."""
         for name in (self.achieved_field, self.desired_field):
             if name not in fields:
@@ -142,11 +142,6 @@ class Hindsight:
         if n_step != 1:
             raise ValueError(
                 f"relabel needs n_step=1; found n_step={n_step}. Only the reward of a single step can be recomputed."
-            )
-        if random_shift and len(achieved.shape) >= 2:
-            raise ValueError(
-                f"relabel cannot compare goals that random_shift={random_shift} moves; {self.achieved_field!r} has "
-                f"shape {achieved.shape}. Use random_shift=0, or goals of one dimension."
             )
 
     def rewrite(self, tensors: dict[str, Tensor], shown: RelabelInput, names: Iterable[str], gamma: float) -> None:
@@ -217,10 +212,10 @@ def _arguments_of(name: str, function: object) -> int:
     return required
 
 
-def check_relabel(relabel: object, fields: Mapping[str, Field], n_step: int, random_shift: int) -> None:
+def check_relabel(relabel: object, fields: Mapping[str, Field], n_step: int) -> None:
     """Raise TypeError or ValueError where a buffer cannot be given this `relabel`; None always can."""
     if relabel is not None:
-        _as_hindsight(relabel).check(fields, n_step, random_shift)
+        _as_hindsight(relabel).check(fields, n_step)
 
 
 def _as_hindsight(relabel: object) -> Hindsight:

@@ -449,7 +449,8 @@ class Proportional(_Prioritized):
                 computed from the rounded masses, so they stay consistent.
     clip:       largest value of priority + eps, or None.
     initial:    priority of new transitions: "running" is the largest ever given (1.0 before any), "stored" the largest
-                among those stored now (1.0 in an empty buffer), or a number.
+                among those stored now (1.0 in an empty buffer), or a number. Of a key that an update names more than
+                once only the last priority counts as given.
     normalize:  weights are divided by the largest in the batch ("batch"), or by the largest that any stored
                 transition could get ("buffer").
     stratified: one draw from each of `B` equal parts of the total mass; False draws independently.
@@ -492,7 +493,7 @@ class Proportional(_Prioritized):
     def _rows(self, host: HostState, count: int, skipped: int, again: Again | None = None) -> Rows:
         tree, doubles = host.masses, doubles_of(host, count, again)
         slots, _, _, total = draw_by_mass(tree, doubles, stratified=self.stratified and again is None)
-        least = tree.lowest() if self.normalizes_over_buffer else 0
+        least = tree.lowest().item() if self.normalizes_over_buffer else 0
         return Rows(slots, tree.host.flat[slots], _some(total), least)
 
     def _everything(self, host: HostState) -> tuple[np.ndarray, np.ndarray]:

@@ -21,10 +21,19 @@ _WIDENED = {"uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64}
 _AUTORESET = {"NextStep": "next_step", "SameStep": "same_step", "Disabled": "disabled"}
 
 
+class _Assumed(str):
+    """A default: it equals what it stands for, and is told apart from the same value given by a caller."""
+
+    __slots__ = ()
+
+
+ASSUMED_AUTORESET: Any = _Assumed("next_step")
+
+
 def autoreset_name(mode: Any) -> Any:
     """The name of an autoreset mode in this package, given Gymnasium's AutoresetMode, its text, or that name itself."""
     value = getattr(mode, "value", mode)
-    return _AUTORESET.get(value, value) if isinstance(value, str) else mode
+    return _AUTORESET.get(value, str(value)) if isinstance(value, str) else mode
 
 
 def classic_fields(

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch import Tensor, compiler
 
 from gpu_replay import validation
-from gpu_replay.base.buffer import Buffer
-from gpu_replay.base.refusals import RELABELS, class_only, hint_from_spaces
+from gpu_replay.base.buffer import Buffer, never_traced, outside
+from gpu_replay.base.refusals import RELABELS, class_only, hint_from_spaces, warn_of_assumed_autoreset
 from gpu_replay.base.steps import StepInput, objects
 from gpu_replay.batch import Batch
 from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
@@ -32,13 +31,18 @@ from gpu_replay.engines.trajectory_storage import (
     StreamSettings,
     TrajectoryStorage,
     check_stream_fields,
-    stream_batch,
     trajectory_estimate,
 )
 from gpu_replay.fields import Field
 from gpu_replay.hindsight import Hindsight, check_saved_relabel
 from gpu_replay.samplers import Sampler, TooFewWindows
-from gpu_replay.spaces import autoreset_name, step_fields, vector_settings, warn_of_stacks
+from gpu_replay.spaces import (
+    ASSUMED_AUTORESET,
+    autoreset_name,
+    step_fields,
+    vector_settings,
+    warn_of_stacks,
+)
 from gpu_replay.validation import check_int
 
 if TYPE_CHECKING:
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
 _FLAG = Field((), torch.bool)
 
 
+@never_traced
 class TrajectoryReplayBuffer(Buffer):
     """A ring of the last `capacity` steps of `num_envs` environments, sampled as n-step transitions with stacks.
 
@@ -59,11 +64,10 @@ class TrajectoryReplayBuffer(Buffer):
     stack:          frames `S` in an observation, oldest first; no stack axis when it is 1.
     n_step, gamma:  steps `n` until bootstrapping, and the discount of one step.
     autoreset:      what `obs` holds in the step after an ending: with "next_step" (Gymnasium's default) the final
-                    observation, with "same_step" and "disabled" the new episode's first one. Also Gymnasium's
-                    AutoresetMode.
+                    observation, with "same_step" and "disabled" (your loop calls `env.reset()`) the new episode's first
+                    one. Also Gymnasium's AutoresetMode. Name it for `num_envs=1`, where leaving it out warns
+                    (UserWarning): loops of one environment mostly reset it themselves.
     padding:        frames before an episode's first one: "reset" repeats it, "zero" is zeros (as ALE's own stacks).
-    random_shift:   largest random shift of images (..., height, width) in `obs` and `next_obs`, in pixels, with edges
-                    repeated (DrQ); fields with fewer than two dimensions are not shifted.
     sampler:        Uniform, Proportional, RankBased, Latest, Combined, or one of your own.
     device:         by default "cuda" if torch finds a CUDA device, else "cpu".
     seed:           of the random stream.
@@ -105,9 +109,8 @@ class TrajectoryReplayBuffer(Buffer):
         stack: int = 1,
         n_step: int = 1,
         gamma: float = 0.99,
-        autoreset: Autoreset | AutoresetMode = "next_step",
+        autoreset: Autoreset | AutoresetMode = ASSUMED_AUTORESET,
         padding: Padding = "reset",
-        random_shift: int = 0,
         sampler: Sampler = UNIFORM,
         device: torch.device | str | None = None,
         seed: int = 0,
@@ -120,9 +123,11 @@ class TrajectoryReplayBuffer(Buffer):
         checked = check_stream_fields(fields)
         mode = autoreset_name(autoreset)
         given = StreamSettings(
-            capacity, num_envs, stack, n_step, gamma, mode, padding, random_shift, final_capacity, terminal_obs, relabel
+            capacity, num_envs, stack, n_step, gamma, mode, padding, final_capacity, terminal_obs, relabel
         )
         self._settings = given.checked(checked)
+        if autoreset is ASSUMED_AUTORESET and self._settings.num_envs == 1:
+            warn_of_assumed_autoreset()
         self._shape = self._settings.shape
         super().__init__(self._shape.slots, checked, sampler, device, seed, storage_device, storage_path)
         self._step_fields = {**self._fields, "reward": REWARD, "terminated": _FLAG, "truncated": _FLAG}
@@ -130,8 +135,6 @@ class TrajectoryReplayBuffer(Buffer):
         self._checks, self._names = validation.checks_of(self._step_fields, on_host=on_host), self._step_fields.keys()
         self._input = StepInput(self._step_fields, observations, self._settings, self._device, on_host=on_host)
         self._needed = f": a start needs n_step={n_step} steps of its environment, and the observation after them"
-        self._batch_kind = stream_batch(self._fields, self._settings.stack)
-        self._sequence_kind = stream_batch(self._fields, self._settings.stack, sequences=True)
 
     def _sizes(self) -> dict[str, int]:
         return trajectory_estimate(self._settings.shape, self._fields, self._sampler, self._backend)
@@ -257,12 +260,12 @@ class TrajectoryReplayBuffer(Buffer):
         lose values. A call that raises stores nothing; an interrupt (KeyboardInterrupt) takes effect before or after
         the call stores the step.
         Values on CUDA are not checked: floats too large for the field become infinite, and any number but 0 is a true
-        flag. Inside torch.compile every value is a tensor or array with its leading axis.
+        flag.
         """
         if unnamed:
             self._refuse_unnamed("add", unnamed, self._step_fields)
-        if is_dynamo_compiling():
-            return self._operators.add(fields if final_obs is None else {**fields, "final_obs": final_obs}, priority)
+        if compiler.is_dynamo_compiling():
+            return outside(TrajectoryReplayBuffer.add, self, priority=priority, final_obs=final_obs, **fields)
         finals: dict[str, Any] = {}
         if final_obs is not None or fields.keys() != self._names:
             fields, finals = self._input.split(fields, final_obs)
@@ -359,24 +362,19 @@ class TrajectoryReplayBuffer(Buffer):
         Raises RuntimeError when no step is eligible, ValueError when fewer distinct steps are eligible than `B`. A beta
         schedule advances by one.
         """
-        if is_dynamo_compiling():
-            return self._operators.sample(self._batch_kind, batch_size, beta)
+        if compiler.is_dynamo_compiling():
+            return outside(TrajectoryReplayBuffer.sample, self, batch_size, beta=beta)
         batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
         with self._lock:
             self._check_enough(batch)
             if self._settings.relabel is None:
                 return Batch(self._engine.sample(batch, exponent))
             engine = self._engine
-            try:
+            # two, since an interrupt may end the exit of the inner one
+            with self._accepting_after(), self._accepting_after():
                 # what the user's functions may do
                 self._refuse_calls(RELABELS, "sampling", "span", "counts", "read", "stored")
                 return Batch(engine.sample(batch, exponent))
-            finally:
-                try:
-                    self._accept_calls()
-                finally:
-                    # an interrupt may have come before
-                    self._accept_calls()
 
     def sample_sequences(
         self,
@@ -417,8 +415,9 @@ class TrajectoryReplayBuffer(Buffer):
 
         Kapturowski et al. 2019 (R2D2) for burn-in.
         """
-        if is_dynamo_compiling():
-            return self._operators.sample(self._sequence_kind, batch_size, beta, length, burn_in, strict, stride)
+        if compiler.is_dynamo_compiling():
+            options: Any = {"beta": beta, "strict": strict, "stride": stride}
+            return outside(TrajectoryReplayBuffer.sample_sequences, self, batch_size, length, burn_in, **options)
         batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
         steps = check_int("length", length, 1) + check_int("burn_in", burn_in, 0)
         every = check_int("stride", stride, 1, 2**63 - 1)

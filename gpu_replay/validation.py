@@ -462,7 +462,8 @@ def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_
         place = int(np.flatnonzero(~np.isfinite(numbers))[0])
         raise ValueError(
             f"{name}[{place}] is {numbers[place]}; priorities must be finite. Nothing was changed: look for a diverged "
-            "loss, or leave these transitions out."
+            "loss of the learner, and for NaN or infinite numbers in the stored rewards or observations; or leave "
+            "these transitions out."
         )
     return numbers if as_array else torch.from_numpy(numbers)
 

@@ -29,12 +29,10 @@ LOST_TERMINALS = tl.constexpr(19)
 
 NO_MASS = tl.constexpr(2**63 - 1)
 NO_KEY = tl.constexpr(-1)
-DIRTY = tl.constexpr(-1)
 
-# children of a node of a tree, log2 of that, and leaves of a block whose extremes are kept
+# children of a node of a tree, and log2 of that
 FANOUT = tl.constexpr(32)
 SHIFT = tl.constexpr(5)
-EDGE = tl.constexpr(128)
 # parts into which one step of the search for a rank divides the rest
 BASE = tl.constexpr(32)
 # how often a row that does not fit is drawn again at most

@@ -94,7 +94,6 @@ def store_rows(outputs, row, slot, key, probability, mass, named):
         "skipped",
         "per_drawn",
         "per_capacity",
-        "blocks_drawn",
     ]
 )
 def draw_kernel(
@@ -103,14 +102,12 @@ def draw_kernel(
     counters_ptr,
     ranks,
     outputs,
-    words,
     drawn,
     batch,
     capacity,
     skipped,
     per_drawn,
     per_capacity,
-    blocks_drawn,
     BY: tl.constexpr,
     DRAWS: tl.constexpr,
     DIGITS: tl.constexpr,
@@ -129,8 +126,6 @@ def draw_kernel(
     outputs: slots, keys, probabilities (1 from row `drawn` on) and masses, 0 in rows that were not drawn by one; and,
              of draws by priority, for each program the smallest mass that it drew, or with LOWEST_OF_ALL that of all
              slots, found before, or of the last rank.
-    words:  words[0], if given, becomes the block of the stream after the words of the draws, which are `blocks_drawn`
-            blocks; `batch` more words are then taken as well.
     per_...: reciprocals, see `division.py`.
 
     It changes nothing that lasts.
@@ -145,9 +140,6 @@ def draw_kernel(
     added = tl.load(counters_ptr + ADDED)
     head = remainder(added, capacity, per_capacity)
     newest = tl.maximum(added - batch + draw, 0)
-    if len(words) > 0:
-        if program == 0:
-            tl.store(words[0], tl.load(counters_ptr + RANDOM) + blocks_drawn)
     oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
     if not UNIFORM:
         within, lowest = total_and_lowest(levels, ranks, counters_ptr, BY)
@@ -287,7 +279,6 @@ def walk(levels, outputs, ring, rule, stream, batch, rows, DRAWS: tl.constexpr, 
         "per_capacity",
         "per_envs",
         "per_stride",
-        "blocks_drawn",
         "blocks_once",
         "drawing",
     ]
@@ -299,7 +290,6 @@ def draw_sequences_kernel(
     counters_ptr,
     ranks,
     outputs,
-    words,
     drawn,
     batch,
     capacity,
@@ -311,7 +301,6 @@ def draw_sequences_kernel(
     per_capacity,
     per_envs,
     per_stride,
-    blocks_drawn,
     blocks_once,
     drawing,
     BY: tl.constexpr,
@@ -334,9 +323,6 @@ def draw_sequences_kernel(
     ring = (added, head, capacity.to(tl.int64), per_capacity)
     rule = (ahead.to(tl.int64), between, envs.to(tl.int64), per_envs, stride.to(tl.int64), per_stride, streams)
     block, seed = tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + SEED)
-    if len(words) > 0:
-        if program == 0:
-            tl.store(words[0], block + blocks_drawn)
     drawn = drawn.to(tl.int64)
     if program >= drawing:
         if len(newest) > 0:

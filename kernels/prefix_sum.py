@@ -2,6 +2,9 @@
 
 Numbers are read twice, but no program waits for another. The first launch reads each part from its end, so that the
 second finds the beginnings of all parts in the cache.
+
+It runs once, when a buffer that draws by rank is made, and would need no kernel for that. It stays because an exact
+int64 scan is one of the operations that this package offers, tests and measures by themselves.
 """
 
 import triton

@@ -7,8 +7,6 @@ from .constants import (
     ADDED,
     CUT,
     DEAD,
-    DIRTY,
-    EDGE,
     FANOUT,
     FIRST,
     MAX_MASS,
@@ -118,9 +116,9 @@ def add_kernel(
     where the ring wraps; each has `segment` programs, a program covers BLOCKS blocks of FANOUT slots. The last program
     to finish moves the ring on.
 
-    tree: levels, extremes of blocks of EDGE leaves, and the rule of `mass_of`; all empty without priorities.
+    tree: levels and the rule of `mass_of`; both empty without priorities.
     """
-    levels, extremes, rule = tree
+    levels, rule = tree
     program = tl.program_id(0).to(tl.int64)
     added = tl.load(counters_ptr + ADDED)
     skipped = skipped.to(tl.int64)
@@ -153,9 +151,6 @@ def add_kernel(
                 tl.debug_barrier()
                 tl.store(levels[0] + slot, new, mask=live)
                 touched = (block * FANOUT < high) & (block * FANOUT + FANOUT > low)
-                for each in tl.static_range(len(extremes)):
-                    edge = block * FANOUT // EDGE
-                    tl.store(extremes[each] + edge, tl.full([BLOCKS], DIRTY, tl.int64), mask=touched)
                 for level in tl.static_range(1, len(levels)):
                     tl.atomic_add(levels[level] + (block >> (SHIFT * (level - 1))), change, mask=touched, sem="relaxed")
         # keys of transitions that did not stay, because more came than fit; their priorities were given all the same
@@ -253,7 +248,7 @@ def update_kernel(
              where all that is stored can be drawn.
     per_...: reciprocals, see `division.py`; `per_lines` of `n_step + 1` steps of all environments.
     """
-    levels, extremes, rule = tree
+    levels, rule = tree
     position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     named = position < batch
     # positions past the end name no key
@@ -296,8 +291,6 @@ def update_kernel(
         tl.debug_barrier()
         tl.atomic_min(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=winner, sem="relaxed")
         tl.store(levels[0] + slot, new, mask=accepted)
-        for each in tl.static_range(len(extremes)):
-            tl.store(extremes[each] + slot // EDGE, tl.full([DRAWS], DIRTY, tl.int64), mask=accepted)
         TOP: tl.constexpr = len(levels) - 1
         # all keys of thousands would wait for each other at the few nodes of the root
         SUMS: tl.constexpr = TOP > 0 and not FINDS_WINNERS

@@ -1,26 +1,9 @@
-"""Ranks: codes in order of age, to be sorted, and the search for the rank of a target."""
+"""The search for the rank of a target."""
 
 import triton
 import triton.language as tl
 
-from .constants import ADDED, BASE, NO_MASS, last_of
-
-
-@triton.jit(do_not_specialize=["capacity", "skipped"])
-def arrange_kernel(codes_ptr, arranged_ptr, count_ptr, counters_ptr, capacity, skipped, SLOTS: tl.constexpr):
-    """arranged[age] = code of the slot with the key of that age, the oldest first; 0 for the newest `skipped` slots.
-
-    count[0] = how many codes are not 0.
-    """
-    age = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
-    slot = tl.load(counters_ptr + ADDED) % capacity + age
-    slot = tl.where(slot >= capacity, slot - capacity, slot)
-    # code 0: comes after all that can be drawn
-    code = tl.load(codes_ptr + slot, mask=age < capacity - skipped, other=0)
-    tl.store(arranged_ptr + age, code, mask=age < capacity)
-    last, count = last_of(counters_ptr, tl.num_programs(0), tl.sum((code > 0).to(tl.int64), axis=0))
-    if last:
-        tl.store(count_ptr, count)
+from .constants import BASE, NO_MASS
 
 
 @triton.jit

@@ -7,8 +7,8 @@ compile time, so that a field whose rows are multiples of 16 bytes is moved in 1
 import triton
 import triton.language as tl
 
-from .constants import ADDED, FIRST, NO_KEY, STALE
-from .division import divided, remainder
+from .constants import ADDED, FIRST
+from .division import divided
 from .weights import finish
 
 
@@ -144,69 +144,3 @@ def is_live(key, counters_ptr, capacity):
     added = tl.load(counters_ptr + ADDED)
     oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
     return (key >= oldest) & (key < added)
-
-
-@triton.jit
-def slots_to_write(row, keys_ptr, counters_ptr, batch, capacity, per_capacity, TOGETHER: tl.constexpr):
-    """The slots of live keys in the rows, -1 where a later row has the same key or there is none, -2 of stale ones.
-
-    Each row is compared with all that follow it, TOGETHER at once.
-    """
-    key = tl.load(keys_ptr + row, mask=row < batch, other=NO_KEY)
-    live = is_live(key, counters_ptr, capacity)
-    follows = tl.arange(0, TOGETHER)[None, :]
-    repeated = (row[:, None] < 0) & (follows < 0)
-    for begin in range(tl.min(row, axis=0), batch, TOGETHER):
-        other = tl.load(keys_ptr + begin + follows, mask=begin + follows < batch, other=NO_KEY)
-        repeated = repeated | ((other == key[:, None]) & (begin + follows > row[:, None]))
-    last = tl.max(repeated.to(tl.int32), axis=1) == 0
-    slot = remainder(tl.where(live, key, 0), capacity, per_capacity)
-    return tl.where(live, tl.where(last, slot, -1), tl.where(key == NO_KEY, -1, -2))
-
-
-@triton.jit(do_not_specialize=["batch", "capacity", "per_capacity"])
-def find_slots_kernel(
-    keys_ptr, slots_ptr, counters_ptr, batch, capacity, per_capacity, ROWS: tl.constexpr, TOGETHER: tl.constexpr
-):
-    """slots[i] = where `write_kernel` puts row i: see `slots_to_write`."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    batch = batch.to(tl.int64)
-    slot = slots_to_write(row, keys_ptr, counters_ptr, batch, capacity, per_capacity, TOGETHER)
-    tl.store(slots_ptr + row, slot, mask=row < batch)
-
-
-@triton.jit(do_not_specialize=["batch", "capacity", "per_capacity"])
-def write_kernel(
-    stores,
-    counters_ptr,
-    batch,
-    capacity,
-    per_capacity,
-    inputs,
-    keys_ptr,
-    LAYOUT: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
-    """stores[f][slot of keys[i]] = inputs[f][i], where key i is live and no later row has it.
-
-    A slot is written by one row alone, each tile of it by one program. TOGETHER 0: instead of keys come the slots that
-    `find_slots_kernel` found. The programs of the first tiles of the first field count stale keys.
-    """
-    local = tl.program_id(0).to(tl.int64)
-    batch = batch.to(tl.int64)
-    for f in tl.static_range(len(LAYOUT.widths)):
-        programs = programs_of(batch, f, LAYOUT)
-        if (local >= 0) & (local < programs):
-            row, column = tile_at(local, f, LAYOUT)
-            if TOGETHER > 0:
-                slot = slots_to_write(row, keys_ptr, counters_ptr, batch, capacity, per_capacity, TOGETHER)
-            else:
-                slot = tl.load(keys_ptr + row, mask=row < batch, other=-1)
-            if f == 0:
-                if local % LAYOUT.chunks[0] == 0:
-                    tl.atomic_add(counters_ptr + STALE, tl.sum((slot == -2).to(tl.int64), axis=0), sem="relaxed")
-            written = (slot >= 0)[:, None] & (column < LAYOUT.widths[f])[None, :]
-            values = tl.load(inputs[f] + row[:, None] * LAYOUT.widths[f] + column[None, :], mask=written, other=0)
-            target = slot[:, None] * LAYOUT.widths[f] + column[None, :]
-            tl.store(stores[f] + target, values.to(stores[f].dtype.element_ty), mask=written)
-        local -= programs

@@ -7,8 +7,6 @@ from .constants import (
     ADDED,
     CUT,
     DEAD,
-    DIRTY,
-    EDGE,
     ELIGIBLE,
     FINAL,
     FINALS,
@@ -32,7 +30,7 @@ from .ring import programs_of, tile_at, write_rows
 
 
 @triton.jit
-def assign(levels, extremes, eligible, slot, new, touched):
+def assign(levels, eligible, slot, new, touched):
     """Give the touched slots new masses, 0 where they cannot be drawn, and all nodes above them the differences.
 
     eligible: the levels of a second tree, of ones, or nothing. Returns how many more can be drawn.
@@ -50,8 +48,6 @@ def assign(levels, extremes, eligible, slot, new, touched):
         tl.store(eligible[0] + slot, tl.minimum(new, 1), mask=changed)
         for level in tl.static_range(1, len(eligible)):
             tl.atomic_add(eligible[level] + (slot >> (SHIFT * level)), more, mask=changed, sem="relaxed")
-    for each in tl.static_range(len(extremes)):
-        tl.store(extremes[each] + slot // EDGE, tl.full(slot.shape, DIRTY, tl.int64), mask=changed)
     return tl.sum(tl.sum(more, axis=1), axis=0)
 
 
@@ -115,15 +111,17 @@ def final_rows(
         else:
             rank = tl.where(cut, rank, over)
     few = wants & (rank < finals)
-    place = start + tl.where(few, rank, 0)
-    place = tl.where(place < finals, place, place - finals)
+    # there may be as many rows as an int32 counts
+    place = tl.where(rank < finals - start, start + rank, rank - (finals - start))
     if TERMINAL and not HINDSIGHT:
-        back = remainder(tried, finals, per_finals).to(tl.int32) + tl.where(few, over, 0)
-        back = finals - 1 - tl.where(back < finals, back, back - finals)
+        turn = remainder(tried, finals, per_finals).to(tl.int32)
+        back = finals - 1 - tl.where(over < finals - turn, turn + over, over - (finals - turn))
         # the truncated episodes of the step come first
         ahead = tl.where(back >= start, back - start, back - start + finals)
         few = few & (cut | (ahead >= all_cut))
         place = tl.where(cut, place, back)
+    # addresses have 64 bits
+    place = place.to(tl.int64)
     # an atomic that changes nothing, since another program may write it: no owner is below -1
     held = tl.atomic_max(owner_ptr + place, tl.full(place.shape, -1, tl.int64), mask=few, sem="relaxed")
     # owners are in the order of their keys, so the free rows come first
@@ -221,7 +219,7 @@ def add_step_kernel(
     ring on.
 
     pools, final_inputs: of final observations, where some came with the step; FINAL_LAYOUT is that of these.
-    tree:     levels, extremes and rule of the masses, as in `add_kernel`; without masses those of eligible starts.
+    tree:     levels and rule of the masses, as in `add_kernel`; without masses those of eligible starts.
     eligible: levels of the tree of eligible starts beside one of masses, or ().
     streams:  flags, depth, pending, final, owner, spans and parted of `ops.eligibility.Streams`.
     ends:     terminated and truncated of each environment.
@@ -229,7 +227,7 @@ def add_step_kernel(
     per_...:  reciprocals for `remainder`.
     """
     flags_ptr, depth_ptr, pending_ptr, final_ptr, owner_ptr, spans_ptr, parted_ptr = streams
-    levels, extremes, rule = tree
+    levels, rule = tree
     terminated_ptr, truncated_ptr = ends
     MASSES: tl.constexpr = len(rule) > 0
     WITH_FINALS: tl.constexpr = len(final_inputs) > 0
@@ -354,7 +352,7 @@ def add_step_kernel(
                 # a deep stack lost its first frame steps ago
                 lost = near & (tl.load(depth_ptr + later, mask=near, other=-1) >= ahead)
                 nothing = tl.full([FRAMES, ENVS], 0, tl.int64)
-                more += assign(levels, extremes, eligible, later, nothing, lost)
+                more += assign(levels, eligible, later, nothing, lost)
 
         # the observation of this step ends the full windows, an ending or its final observation all windows
         full = (flags & DEAD) == 0
@@ -375,7 +373,7 @@ def add_step_kernel(
         new = tl.where(chosen, tl.where(pending_mass > 0, pending_mass, initial), 0)
         earlier = tl.where(head >= back, head, head + capacity) - back + env[None, :]
         touched = chosen | (named[None, :] & (age == 0))
-        more += assign(levels, extremes, eligible, earlier, new, touched)
+        more += assign(levels, eligible, earlier, new, touched)
         tl.atomic_add(counters_ptr + ELIGIBLE, more, sem="relaxed")
         if MASSES:
             tl.atomic_max(counters_ptr + PENDING_MAX_MASS, tl.max(tl.max(pending_mass, axis=1), axis=0), sem="relaxed")

@@ -7,8 +7,7 @@ program does for its own, once for several pieces of them.
 import triton
 import triton.language as tl
 
-from .constants import ADDED, CUT, DEAD, FINAL, SEED, TERMINATED, TRUNCATED
-from .random import words_at
+from .constants import ADDED, CUT, DEAD, FINAL, TERMINATED, TRUNCATED
 from .ring import as_sampled, gather_rows, slot_of
 from .weights import finish
 
@@ -75,29 +74,6 @@ def window_from(
     return length, last_flag, last, reward
 
 
-@triton.jit
-def shifts_of(item, span, block, seed, kind, MOST: tl.constexpr):
-    """Rows and columns, from -MOST to MOST, by which the pictures of some items move; `span` items move alike.
-
-    block: of the first word. kind: 0 for obs, 1 for next_obs.
-    """
-    word = words_at(item // span, block, seed) >> (kind * 32).to(tl.uint64)
-    down = ((word & 0xFFFF) * (2 * MOST + 1) >> 16).to(tl.int32) - MOST
-    right = ((word >> 16 & 0xFFFF) * (2 * MOST + 1) >> 16).to(tl.int32) - MOST
-    return down, right
-
-
-@triton.jit
-def moved_column(column, down, right, HEIGHT: tl.constexpr, SIDE: tl.constexpr):
-    """Where in a frame of pictures HEIGHT x SIDE a moved one finds its (COLUMNS,) values: [ROWS, COLUMNS]."""
-    picture = column // (HEIGHT * SIDE) * (HEIGHT * SIDE)
-    y = (column % (HEIGHT * SIDE) // SIDE)[None, :] + down[:, None]
-    x = (column % SIDE)[None, :] + right[:, None]
-    y = tl.minimum(tl.maximum(y, 0), HEIGHT - 1)
-    x = tl.minimum(tl.maximum(x, 0), SIDE - 1)
-    return picture[None, :] + y * SIDE + x
-
-
 @triton.jit(
     do_not_specialize=[
         "batch",
@@ -131,7 +107,6 @@ def gather_windows_kernel(
     next_outputs,
     numbers,
     slots_ptr,
-    words,
     sample,
     beta: tl.float64,
     STACKED: tl.constexpr,
@@ -142,7 +117,6 @@ def gather_windows_kernel(
     TOGETHER: tl.constexpr,
     NEXT_STEP: tl.constexpr,
     ZERO: tl.constexpr,
-    RANDOM_SHIFT: tl.constexpr,
     SEQUENCES: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
@@ -153,12 +127,10 @@ def gather_windows_kernel(
     streams:   flags, depths and rows of final observations of all steps.
     rewards:   those of all steps, and the powers of gamma.
     numbers:   outputs for reward, discount, terminated, truncated and, of sequences, mask.
-    words:     words[0] is the block of the stream by which pictures are moved; () moves none.
 
     The first STACKED of the fields are observations: frame `j` of item `i` is row `i * STACK + j` of an output.
     Programs of their `obs` and `next_obs` alternate, since most frames of the one are frames of the other: the second
-    finds them in the cache. Heights and sides in LAYOUT are those of pictures that a random shift moves, 0 where it
-    does not; `span` successive items are moved alike. With SEQUENCES these are the steps from one start on, whose
+    finds them in the cache. With SEQUENCES `span` successive items are the steps from one start on, whose
     windows may not be whole; each says how it ended itself. A program moves `together` pieces of its frames one after
     the other, having looked up once where they lie. `next_obs` of an ending is its final observation where that is
     stored. With DRAWS the first programs finish as many draws each, one for `span` items: see `finish`.
@@ -219,9 +191,6 @@ def gather_windows_kernel(
             if len(pools) > 0:
                 place = tl.load(final_ptr + newest, mask=pooled & named, other=0).to(tl.int64)
                 present = present & ~pooled
-            if RANDOM_SHIFT > 0 and LAYOUT.heights[f] > 0:
-                seed = tl.load(counters_ptr + SEED)
-                down, right = shifts_of(item, span, tl.load(words[0]), seed, kind, RANDOM_SHIFT)
             # the places of the frames are known: from here on only frames are loaded
             begin = 0
             end = 1
@@ -231,8 +200,6 @@ def gather_windows_kernel(
             for chunk in range(begin, end):
                 column = chunk * LAYOUT.columns[f] + tl.arange(0, LAYOUT.columns[f])
                 inside = column[None, :]
-                if RANDOM_SHIFT > 0 and LAYOUT.heights[f] > 0:
-                    inside = moved_column(column, down, right, LAYOUT.heights[f], LAYOUT.sides[f])
                 within = (column < LAYOUT.widths[f])[None, :]
                 read = present[:, None] & within
                 values = tl.load(sources[f] + (slot[:, None] * LAYOUT.widths[f] + inside), mask=read, other=0)

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch import Tensor, compiler
 
 from gpu_replay import validation
 from gpu_replay.base import inspection
@@ -23,8 +22,10 @@ from gpu_replay.base.state import StatefulBuffer
 from gpu_replay.batch import Batch
 from gpu_replay.engines.storage import check_live
 from gpu_replay.fields import flattened
+from gpu_replay.graphs import never_traced as never_traced
+from gpu_replay.graphs import outside as outside
+from gpu_replay.graphs import untraced
 from gpu_replay.graphs.cuda_graph import WARM_UPS
-from gpu_replay.graphs.custom_ops import BatchKind
 from gpu_replay.graphs.learning_step import Learn, LearningStep
 from gpu_replay.graphs.stream_order import Recorded
 from gpu_replay.ops.counters import Counter
@@ -32,11 +33,10 @@ from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.stats import Distribution, Stats
 
 
+@never_traced
 class Buffer(StatefulBuffer):
     """What both buffers answer and do, whatever they store."""
 
-    # the tensors that `sample` returns, declared for compiled code
-    _batch_kind: BatchKind
     # the unit that is sampled, for messages
     _units: ClassVar[str]
     # what they need, for messages
@@ -74,6 +74,7 @@ class Buffer(StatefulBuffer):
         return self._storage.nbytes + self._state.nbytes + self._made_engine.sampling.scratch_bytes
 
     @property
+    @untraced
     def added(self) -> int:
         """Transitions added so far, which is also the key of the next one; on CUDA this waits for the device."""
         with self._lock:
@@ -144,15 +145,19 @@ class Buffer(StatefulBuffer):
         return self._walk(first, added, rows)
 
     def _walk(self, start: int, end: int, rows: int) -> Iterator[Batch]:
-        while True:
-            with self._alone():
-                start = max(start, self._sampling.span()[0])
-                if start >= end:
-                    return
-                keys = torch.arange(start, min(start + rows, end), device=self._device)
-                batch = Batch({**self._engine.stored(keys), "key": keys})
+        while batch := self._rows_from(start, end, rows):
             yield batch
-            start += rows
+            start = int(batch.key[-1]) + 1
+
+    @untraced
+    def _rows_from(self, start: int, end: int, rows: int) -> Batch | None:
+        """At most so many rows that are stored from this key on, and before the end; None where there are none."""
+        with self._alone():
+            start = max(start, self._sampling.span()[0])
+            if start >= end:
+                return None
+            keys = torch.arange(start, min(start + rows, end), device=self._device)
+            return Batch({**self._engine.stored(keys), "key": keys})
 
     def priorities(self, keys: Any) -> Tensor:
         """Return the priorities of these live keys, (m,) float64 on the buffer's device.
@@ -185,6 +190,11 @@ class Buffer(StatefulBuffer):
             f"{call} takes values by name, {call}({', '.join(f'{name}=...' for name in fields)}); found {len(values)} "
             "positional ones."
         )
+
+    def _available(self, needed: int, skipped: int = 0) -> int:
+        """Rows that can be drawn, those in the newest `skipped` slots left out, exact only below `needed`."""
+        with self._lock:
+            return self._engine.count_at_least(needed, skipped)
 
     def _check_enough(self, batch: int, skipped: int = 0, call: str = "", available: int | None = None) -> None:
         """Raise unless `batch` rows can be drawn, leaving out the newest `skipped` slots.
@@ -229,9 +239,8 @@ class Buffer(StatefulBuffer):
         Raises ValueError for a wrong shape and, on the CPU, for priorities that are not finite (on CUDA such an entry
         keeps its priority and is counted); TypeError for keys that are not integers.
         """
-        if is_dynamo_compiling():
-            self._operators.update(keys, priorities)
-            return
+        if compiler.is_dynamo_compiling():
+            return outside(Buffer.update_priorities, self, keys, priorities)
         keys, priorities, ready = validation.as_update(keys, priorities, self._device, as_array=self._on_host)
         with self._lock:
             self._sampling.update(keys, priorities, ready)
@@ -247,8 +256,9 @@ class Buffer(StatefulBuffer):
 
         Priorities, sample counts and the order of keys stay. In a trajectory buffer, which stores each observation
         once, a new `obs` also appears in the stacks and as `next_obs` of neighbouring steps; rewards, flags and final
-        observations stay. On CUDA it takes one launch, two for more than 1,024 keys; with more than 16,384 keys an
-        interrupt (KeyboardInterrupt) may leave only the first ones written.
+        observations stay. On CUDA it takes a few small launches and can be captured. It is the one call that is not a
+        single step there: all values are made first, and an interrupt (KeyboardInterrupt) that comes while they are
+        copied may leave some fields written and others not.
 
         Raises KeyError for an unknown field, ValueError for no field, another shape, device or number of rows,
         TypeError for a dtype that would lose values or keys that are not integers. A call that raises writes nothing.
@@ -258,9 +268,6 @@ class Buffer(StatefulBuffer):
         if unknown or not given:
             problem = f"has unknown {', '.join(map(repr, unknown))}" if unknown else "names no field to replace"
             raise (KeyError if unknown else ValueError)(f"write {problem}; it takes {', '.join(self._fields)}.")
-        if is_dynamo_compiling():
-            self._operators.write(keys, given)
-            return
         checked = validation.as_keys(keys, self._device)
         checks = [each for each in self._checks if each[0] in given]
         found = validation.as_rows(given, checks, None, self._device, on_host=self._on_host)

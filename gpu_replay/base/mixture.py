@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,9 @@ class ReplayMixture:
     """
 
     def __init__(self, buffers: Sequence[Buffer], shares: Sequence[float]) -> None:
+        if not (isinstance(buffers, Iterable) and isinstance(shares, Iterable)):
+            found = f"{type(buffers).__name__} and {type(shares).__name__}"
+            raise TypeError(f"ReplayMixture needs a list of buffers and a list of their shares; found {found}.")
         self._buffers = tuple(buffers)
         for place, buffer in enumerate(self._buffers):
             if not isinstance(buffer, Buffer):

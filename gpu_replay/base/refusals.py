@@ -11,6 +11,8 @@ from inspect import getfullargspec
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from gpu_replay.ops.advice import warn_caller
+
 _INSTEAD = (
     "its copy would add rows that nobody sees and draw what others draw. Let actors in other processes send their "
     "steps through a queue to the process of the buffer, as gpu_replay/examples/async_actors.py does, or make a buffer "
@@ -21,6 +23,8 @@ _MEANT = dict.fromkeys(("max_size", "size", "buffer_size", "memory_size", "max_l
 _MEANT |= {name: f"sampler=Proportional({name}=...)" for name in ("alpha", "beta", "eps", "clip", "initial")}
 _MEANT |= dict.fromkeys(("seq_len", "length", "burn_in"), "sample_sequences(B, length, burn_in)")
 _MEANT |= dict.fromkeys(("batch_size",), "sample(batch_size)")
+# what earlier versions had
+_GONE = {"random_shift": "sampled images are shifted by eight lines of torch: see the guide, Random shifts of images."}
 # all buffers of this process
 _buffers: weakref.WeakSet[Any] = weakref.WeakSet()
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -81,6 +85,17 @@ def refuse_for_spawned() -> None:
         raise RuntimeError(f"a buffer was given to a process that is being started: {_INSTEAD}")
 
 
+def warn_of_assumed_autoreset() -> None:
+    """Warn that a buffer of one environment was made without saying how that is reset."""
+    warn_caller(
+        "a buffer of one environment was made without autoreset=, and takes 'next_step': for an environment that "
+        "resets itself in the step after an episode's end, as those of gymnasium.make_vec do. If your loop calls "
+        "env.reset(), give autoreset='disabled', and final_obs= to add where an episode was truncated; if the "
+        "environment resets itself within the last step, 'same_step'; else write 'next_step'. "
+        "TrajectoryReplayBuffer.from_env finds out by itself."
+    )
+
+
 if TYPE_CHECKING:
     class_only = classmethod
 else:
@@ -106,7 +121,7 @@ else:
 
 def hint_from_spaces(init: Init) -> Init:
     """Decorate a constructor to raise a TypeError that names `from_spaces` when it gets Gymnasium spaces, and what was
-    meant by a setting that there is not.
+    meant by a setting that there is not, or what to do without one that there was.
     """
     arguments = getfullargspec(init)
     names, known = arguments.args[1:], [*arguments.args[1:], *arguments.kwonlyargs]
@@ -119,6 +134,8 @@ def hint_from_spaces(init: Init) -> Init:
                 f"Gymnasium's spaces go to {type(self).__name__}.from_spaces."
             )
         for name in settings.keys() - known:
+            if name in _GONE:
+                raise TypeError(f"{type(self).__name__} has no setting {name!r} any more: {_GONE[name]}")
             meant = _MEANT.get(name) or next(iter(get_close_matches(name, known)), None)
             raise TypeError(
                 f"{type(self).__name__} has no setting {name!r}{f'; did you mean {meant}?' if meant else '.'} It takes "

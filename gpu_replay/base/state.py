@@ -6,7 +6,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -25,9 +25,10 @@ from gpu_replay.engines.sampler_state import SamplerState
 from gpu_replay.engines.saved_state import StateLayout, check_state
 from gpu_replay.engines.storage import Storage, check_device, check_room, free_bytes
 from gpu_replay.fields import Field
-from gpu_replay.graphs.custom_ops import Operators
+from gpu_replay.graphs import never_traced
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops._backend import choose
+from gpu_replay.ops.advice import warn_of_python
 from gpu_replay.ops.eligibility import StreamShape
 from gpu_replay.samplers import Sampler, check_sampler
 from gpu_replay.validation import check_int
@@ -66,6 +67,7 @@ class SharedSettings:
         return self._seed
 
 
+@never_traced
 class StatefulBuffer(SharedSettings, ABC):
     """A ring of preallocated tensors with a sampler, an engine that works on them, and their state as a whole."""
 
@@ -120,9 +122,10 @@ class StatefulBuffer(SharedSettings, ABC):
             )
             self._counters = self._state.counters
             self._made_engine: Engine = self._make_engine()
+        if self._on_host:
+            warn_of_python()
         self._engine: Engine = self._made_engine
         self._sampling: HostSampler | DeviceSampler = self._made_engine.sampling
-        self._operators = Operators(self, self._device)
 
     @abstractmethod
     def _sizes(self) -> dict[str, int]:
@@ -162,6 +165,12 @@ class StatefulBuffer(SharedSettings, ABC):
 
     def _accept_calls(self) -> None:
         self._engine, self._sampling = self._made_engine, self._made_engine.sampling
+
+    def _accepting_after(self) -> ExitStack:
+        """A context whose end makes calls accepted again, in one operation without Python in it."""
+        stack = ExitStack()
+        stack.callback(vars(self).update, _engine=self._made_engine, _sampling=self._made_engine.sampling)
+        return stack
 
     def clear(self) -> None:
         """Forget all transitions; keys and the counts of `stats()` continue.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields as dataclass_fields
 from typing import Any
@@ -142,6 +143,20 @@ def renewed(described: Any) -> Any:
     return {name: value for name, value in values.items() if name == "kind" or name not in known or known[name].init}
 
 
+def without_shifts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a buffer as this version has them: those of earlier ones could also shift images in each sample; one
+    that did warns (UserWarning).
+    """
+    if shift := settings.get("random_shift"):
+        warnings.warn(
+            f"the saved buffer shifted the images of its samples by random_shift={shift}; this one samples them as "
+            "they are stored. The guide, Random shifts of images, has eight lines that shift a batch.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return {name: value for name, value in settings.items() if name != "random_shift"}
+
+
 def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
     """The first setting in which two descriptions differ as a sentence; None when they agree."""
     # of another kind everything else differs too
@@ -165,7 +180,7 @@ def config_of(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The constructor's arguments from a config; `relabel`, whose functions are not saved, as it is described."""
-    arguments = {name: value for name, value in config.items() if name != "kind"}
+    arguments = {name: value for name, value in without_shifts(config).items() if name != "kind"}
     fields = {name: field_from(described) for name, described in config["fields"].items()}
     if arguments.get("relabel") is not None:
         arguments["relabel"] = dict(arguments["relabel"])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_replay.checkpoint.config import difference, renewed
+from gpu_replay.checkpoint.config import difference, renewed, without_shifts
 from gpu_replay.checkpoint.format import write_checkpoint
 from gpu_replay.checkpoint.manifest import check_version
 from gpu_replay.errors import CheckpointError
@@ -79,8 +79,8 @@ def checked_snapshot(buffer: BufferState, snapshot: Mapping[str, Any]) -> Callab
     for name in ("settings", "counters", "tensors"):
         if not isinstance(snapshot[name], Mapping):
             raise TypeError(f"the state's {name} must be a dictionary; found {type(snapshot[name]).__name__}.")
-    settings = snapshot["settings"]
-    unlike = difference(buffer.config, {**settings, "sampler": renewed(settings.get("sampler"))})
+        settings = without_shifts(snapshot["settings"])
+        unlike = difference(buffer.config, {**settings, "sampler": renewed(settings.get("sampler"))})
     if unlike is not None:
         raise ValueError(f"the state is of another buffer: {unlike}. Make a buffer with the same settings.")
     counters = checked_counters(snapshot["counters"])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 
-# the package is not on an index: its extras are installed from the checkout
-EXTRA = 'pip install -c constraints.txt -e ".[training]" in the checkout'
+from gpu_replay.ops.advice import install
+
+__all__ = ["EXTRA", "UserError", "install", "require"]
+
+EXTRA = install("training")
 
 
 class UserError(Exception):

@@ -11,6 +11,7 @@ from gpu_replay.console.versions import OPTIONAL, device_name, versions
 from gpu_replay.engines.storage import free_bytes
 from gpu_replay.loops.compiling import compile_all, compiler
 from gpu_replay.ops._backend import VARIABLE, choose
+from gpu_replay.ops.advice import install
 
 DESCRIPTION = "Print versions, devices, and for each device which code runs there."
 
@@ -33,8 +34,8 @@ def run(options: argparse.Namespace) -> int:
         except (ValueError, RuntimeError) as error:
             code = f"none ({error})"
         if code == "host":
-            compiled = "compiled by Numba" if compiler() else "as Python, slowly (the extra `cpu` compiles them)"
-            code = f"host, loops {compiled}"
+            slowly = f"as Python, slowly; Numba compiles them: {install('cpu')}"
+            code = f"host, loops {'compiled by Numba' if compiler() else slowly}"
         print(f"{device!s:<12} {device_name(device)}, {_memory(device)}, code: {code}")
     default = devices[1] if torch.cuda.is_available() else devices[0]
     print(f"{'default':<12} {default}")

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from gpu_replay.checkpoint.progress import progress_bar
+from gpu_replay.loops import compiling
 
-__all__ = ["Progress", "progress_bar"]
+__all__ = ["Progress", "progress_bar", "telling_of_compiling"]
+
+
+@contextmanager
+def telling_of_compiling(say: Callable[[str], object]) -> Iterator[None]:
+    """Within it users are told by `say` that the loops of buffers are compiled, where they are."""
+    before, compiling.tell = compiling.tell, say
+    try:
+        yield
+    finally:
+        compiling.tell = before
 
 
 class Progress:

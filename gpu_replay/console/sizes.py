@@ -16,7 +16,7 @@ from gpu_replay.engines.placement import check_placement
 from gpu_replay.engines.storage import check_capacity, check_device, estimate, size_table, sizes_by_place
 from gpu_replay.engines.trajectory_storage import stream_sizes
 from gpu_replay.fields import STORABLE, check_fields
-from gpu_replay.ops._backend import choose
+from gpu_replay.ops._backend import Backend, choose
 from gpu_replay.samplers import Sampler
 
 SAMPLERS: dict[str, Sampler] = {
@@ -72,7 +72,18 @@ def _field(text: str) -> tuple[str, Field]:
 def stream_bytes(capacity: int, num_envs: int, fields: Mapping[str, Field], sampler: str, device: torch.device) -> int:
     """Bytes of a trajectory buffer of about this capacity, in same-step autoreset mode."""
     kept = max(capacity - capacity % num_envs, num_envs)
-    return sum(stream_sizes(kept, num_envs, fields, "same_step", SAMPLERS[sampler], choose(device)).values())
+    return sum(stream_sizes(kept, num_envs, fields, "same_step", SAMPLERS[sampler], _backend(device)).values())
+
+
+def _planned(name: str | None) -> tuple[torch.device, bool]:
+    """The device of `--device`, and whether it is a GPU for which sizes are computed where there is none."""
+    absent = name is not None and re.fullmatch(r"cuda(:\d+)?", name) is not None and not torch.cuda.is_available()
+    return (torch.device(name or ""), True) if absent else (check_device(name), False)
+
+
+def _backend(device: torch.device) -> Backend:
+    """The code of a buffer there, whether or not it could run here."""
+    return "triton" if device.type == "cuda" else choose(device)
 
 
 def report(
@@ -87,10 +98,10 @@ def report(
     """
     sampler = SAMPLERS[options.sampler]
     try:
-        device = check_device(options.device)
+        device, absent = _planned(options.device)
         placement = check_placement(device, options.storage_device, options.storage_path)
         capacity = check_capacity(options.capacity)
-        backend = choose(device)
+        backend = _backend(device)
         fields = check_fields(_named(options.field)) if stored is None else dict(stored())
         step, once = fields, 0
         if options.num_envs is not None:
@@ -112,7 +123,7 @@ def report(
     if once:
         print(f"each frame stored once, TrajectoryReplayBuffer: {once:,} bytes, {once / capacity:,.1f} per transition")
         print("(--num-envs lists its parts); stacks stored in obs and next_obs, ReplayBuffer:")
-    places = sizes_by_place(sizes, placement, {*fields, "alignment"})
+    places = sizes_by_place(sizes, placement, {*fields, "alignment"}, absent=absent)
     for place, held, _ in places:
         print(size_table(held) if not placement.apart else f"{place}:\n{size_table(held)}")
     print(f"the buffer alone takes {total:,} bytes, {total / capacity:,.1f} per transition")
@@ -130,6 +141,8 @@ def report(
             fits = "fits" if sum(held.values()) <= free else "does not fit"
             small = f"; frames stored once {'fit' if once <= free else 'do not fit'}" * bool(once)
             print(f"{free / 1e9:.3f} GB are free {place}: {part} {fits}{small if not placement.apart else ''}")
+    if absent:
+        print(f"not checked: whether it fits on {device}, since torch finds no CUDA device here")
     return 0
 
 

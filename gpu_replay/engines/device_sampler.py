@@ -11,16 +11,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gpu_replay.engines.pinned_memory import seen_from
 from gpu_replay.engines.sampler_state import SamplerState
 from gpu_replay.engines.storage import Storage
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import make_draw
 from gpu_replay.ops.eligibility import Streams
-from gpu_replay.ops.launch import aligned, allocator, per_arguments
+from gpu_replay.ops.launch import allocator, per_arguments
 from gpu_replay.ops.priorities import DeviceMasses, make_update
 from gpu_replay.ops.rank_draw import DeviceRanks
-from gpu_replay.ops.ring import MOST_WRITTEN, make_write
+from gpu_replay.ops.ring import write_rows
 from gpu_replay.ops.weights import Finish, Gather
 from gpu_replay.ops.windows import SequenceRule
 from gpu_replay.samplers import LinearSchedule
@@ -80,10 +81,6 @@ class DeviceSampler:
         self._updates = per_arguments(
             lambda keys, dtype: make_update(masses, state.counters, state.slots, keys, streams)
         )
-        stores, fields, counters = storage.tensors, storage.fields, state.counters
-        self._writes = per_arguments(
-            lambda names, keys: make_write(stores, {name: fields[name] for name in names}, keys, counters)
-        )
 
     @property
     def scratch_bytes(self) -> int:
@@ -116,8 +113,9 @@ class DeviceSampler:
         with self.order:
             counts: list[int] = self.counters.tolist()
         if self.warn is not None and counts[Counter.FLAWED] > self._known_flaws:
-            self.warn()
-            self.warn = None
+            warn, self.warn = self.warn, None
+            # where warnings are errors it raises
+            warn()
         return counts
 
     def span(self) -> tuple[int, int]:
@@ -201,7 +199,6 @@ class DeviceSampler:
         make_gather: MakeGather,
         *,
         skipped: int = 0,
-        shifted: bool = False,
         more: int = 0,
         rule: SequenceRule | None = None,
         streams: Streams | None = None,
@@ -210,8 +207,7 @@ class DeviceSampler:
         call, by rank 1 and a sort before them. The last one gathers and counts; an exception before it leaves all as it
         was.
 
-        scheduled: whether a schedule gives beta. shifted: whether words that move pictures are taken as well.
-        more:      blocks of words that the gather takes after them.
+        scheduled: whether a schedule gives beta. more: blocks of random words that the gather takes after the draw.
         rule, streams: as in `make_draw`.
         """
         state, base, ranks, device = self.state, self._base, self._ranks, self.device
@@ -228,7 +224,6 @@ class DeviceSampler:
             starts=state.eligible_tree,
             tracks_eligibility=state.tracks_eligibility,
             skipped=skipped,
-            shifted=shifted,
             stratified=base.stratified,
             normalize_over_buffer=base.normalizes_over_buffer,
             replacement=base.replacement,
@@ -245,13 +240,12 @@ class DeviceSampler:
         def sample(beta: float | None) -> dict[str, Tensor]:
             slots, masses, lowest = kept or (integers(), integers(), integers())
             key, probability, weight = integers(), floats(), floats()
-            words = (torch.empty(1, dtype=torch.int64, device=device),) if shifted else ()
             ranked: tuple[Tensor, ...] = ()
             if ranks is not None and by_rank:
                 order = ranks.of(state.masses, skipped) if alone else ranks.current(state.masses, self.order.captures)
                 ranked = ranks.sums, *order
-            draw(ranked, (slots, key, probability, masses, lowest), words)
-            tensors = gather(slots, words, (slots, masses, weight, lowest), fixed if beta is None else beta)
+            draw(ranked, (slots, key, probability, masses, lowest))
+            tensors = gather(slots, (slots, masses, weight, lowest), fixed if beta is None else beta)
             tensors["key"], tensors["probability"], tensors["weight"] = key, probability, weight
             return tensors
 
@@ -273,13 +267,11 @@ class DeviceSampler:
     def write(self, keys: Tensor, values: dict[str, Tensor]) -> None:
         """Store rows of some fields under (m,) live keys; the last of a repeated key wins, others are counted.
 
-        1 launch, 2 for thousands of keys; of more than `MOST_WRITTEN` one after the other, the later rows last.
+        A few operations of torch. Waits for nothing, but an interrupt may come between two fields.
         """
         with self.order:
             here, rows = self.moved(keys), {name: self.moved(value) for name, value in values.items()}
             self.order.reads((here, *rows.values()))
-            for begin in range(0, here.shape[0], MOST_WRITTEN):
-                some = slice(begin, begin + MOST_WRITTEN)
-                parts = {name: value[some] for name, value in rows.items()}
-                write = self._writes(tuple(parts), len(here[some]))
-                write(here[some], parts, aligned=aligned(here, *rows.values()))
+            if here.numel():
+                stores = {name: seen_from(self.device, self._storage.tensors[name]) for name in rows}
+                write_rows(stores, here, rows, self.counters, self.state.slots)

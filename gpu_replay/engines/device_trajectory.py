@@ -65,26 +65,26 @@ class TrajectoryDeviceEngine:
         self._windows = per_arguments(lambda batch: make_gather_windows(storage, batch, powers, counters))
         # single steps, by their number
         self._rows = per_arguments(lambda rows: make_gather(stores, fields, rows, counters))
-        shifted, relabel, num_envs = storage.random_shift > 0, storage.relabel, self._shape.num_envs
+        relabel, num_envs = storage.relabel, self._shape.num_envs
 
         def make_sample(batch: int, scheduled: bool) -> Sample:
             if relabel is not None and (count := relabel.count(batch)):
                 more = goal_blocks(count, relabel.strategy)
                 make = partial(make_relabeled, batch, relabel, count)
-                return sampling.make_sample(batch, scheduled, make, shifted=shifted, more=more)
-            make = partial(make_gather_windows, storage, batch, powers, counters, shifted=shifted)
-            return sampling.make_sample(batch, scheduled, make, shifted=shifted)
+                return sampling.make_sample(batch, scheduled, make, more=more)
+            make = partial(make_gather_windows, storage, batch, powers, counters)
+            return sampling.make_sample(batch, scheduled, make)
 
         def make_sequences(batch: int, rule: SequenceRule, scheduled: bool) -> Sample:
-            make = partial(make_gather_windows, storage, batch, powers, counters, length=rule.length, shifted=shifted)
-            sample = partial(sampling.make_sample, batch, scheduled, make, shifted=shifted)
+            make = partial(make_gather_windows, storage, batch, powers, counters, length=rule.length)
+            sample = partial(sampling.make_sample, batch, scheduled, make)
             if rule.restricts:
                 return sample(rule=rule, streams=streams)
             return sample(skipped=(rule.length - 1) * num_envs)
 
         def make_relabeled(batch: int, relabel: Hindsight, count: int, end: Finish) -> Gather:
             achieved, desired = relabel.achieved_field, relabel.desired_field
-            windows = make_gather_windows(storage, batch, powers, counters, shifted=shifted)
+            windows = make_gather_windows(storage, batch, powers, counters)
             before = end.blocks - goal_blocks(count, relabel.strategy)
             choose = make_choose_goals(streams, batch, counters, count, relabel.strategy, before)
             # as they are stored
@@ -93,12 +93,12 @@ class TrajectoryDeviceEngine:
             finish = make_gather({}, {}, batch, counters, end)
             pool, field, stack = storage.finals.get(achieved), fields[desired], streams.shape.stack
 
-            def gather(slots: Tensor, words: tuple[Tensor, ...] = (), *arguments: Any) -> dict[str, Tensor]:
-                tensors, chosen = windows(slots, words), choose(slots)
+            def gather(slots: Tensor, *arguments: Any) -> dict[str, Tensor]:
+                tensors, chosen = windows(slots), choose(slots)
                 goals = gather_goals(chosen, rows(chosen.slots)[achieved], pool, field)
                 shown = put_goals(tensors, chosen, goals, achieved, desired, stack)
                 relabel.rewrite(tensors, shown, storage.singles, storage.gamma)
-                return tensors | finish(slots, words, *arguments)
+                return tensors | finish(slots, *arguments)
 
             return gather
 

@@ -44,7 +44,7 @@ class HostSampler:
             codes = state.masses
             self._ranks = HostRanks(codes.arrays[0][: codes.slots], self.counters, self._base.alpha)
             codes.host = codes.host._replace(changed_slots=self._ranks.changed_slots)
-        tree = (_NONE,) * 5 if state.tree is None else state.tree.host
+        tree = (_NONE,) * 3 if state.tree is None else state.tree.host
         self.arrays = self.counters, self.times_sampled, *tree
         rule, waiting = state.rule, storage.waiting_arrays()
         self._update_arguments = rule.ordered, rule.limit, self.capacity, self.counters, *tree, *waiting

@@ -21,7 +21,7 @@ from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import PERMUTATION_WORDS, permuted_ranks
 from gpu_replay.ops.eligibility import Flag, GivenFinals, endings, powers_of
-from gpu_replay.ops.frames import FrameStore, gather_stacks, shift_pictures, shifts_from
+from gpu_replay.ops.frames import FrameStore, gather_stacks
 from gpu_replay.ops.hindsight import GoalRows, Strategy, gather_goals, goal_words, put_goals
 from gpu_replay.ops.ring import as_torch, convert, gather_rows, parts_of, put
 from gpu_replay.ops.steps import NONE_KEPT, HostSteps
@@ -47,7 +47,6 @@ class TrajectoryHostEngine:
         state, self._streams = sampling.state, storage.streams
         self._shape = shape = storage.streams.shape
         self._capacity = storage.capacity
-        self._shift = storage.random_shift
         self._storage = storage
         rows = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}
         rewards, powers = rows.pop("reward"), powers_of(storage.gamma, shape.n_step)
@@ -150,7 +149,7 @@ class TrajectoryHostEngine:
         was.
         """
         drawn = self.sampling.draw(batch, beta)
-        tensors = self._transitions(drawn.slots, self._shifts(batch))
+        tensors = self._transitions(drawn.slots)
         if self._relabel is not None and (count := self._relabel.count(batch)):
             self._rewrite(tensors, drawn.slots, count, self._relabel)
         return self.sampling.finish(tensors, drawn)
@@ -171,28 +170,21 @@ class TrajectoryHostEngine:
         if rule.restricts:
             fits, skipped = partial(self._windows.fit, rule, self.sampling.counters.item(Counter.ADDED)), 0
         drawn = self.sampling.draw(batch, beta, skipped, fits)
-        return self.sampling.finish(self._sequences(drawn.slots, rule.length, self._shifts(batch)), drawn)
-
-    def _shifts(self, batch: int) -> np.ndarray | None:
-        """(batch, 4) random shifts of images, or None without augmentation."""
-        return shifts_from(self.sampling.random.words(batch), self._shift) if self._shift else None
+        return self.sampling.finish(self._sequences(drawn.slots, rule.length), drawn)
 
     # contents of a batch
 
-    def _transitions(self, slots: np.ndarray, shifts: np.ndarray | None) -> dict[str, Tensor]:
+    def _transitions(self, slots: np.ndarray) -> dict[str, Tensor]:
         """Stacks, windows and single fields of eligible starts."""
-        return self._contents(slots, self._windows.at(slots), shifts)
+        return self._contents(slots, self._windows.at(slots))
 
-    def _contents(self, slots: np.ndarray, windows: Windows, shifts: np.ndarray | None) -> dict[str, Tensor]:
+    def _contents(self, slots: np.ndarray, windows: Windows) -> dict[str, Tensor]:
         """The tensors of a batch, made from steps and their windows."""
         frame_slots, out, after = windows.frame_slots, {}, {}
         with nullcontext() if self._ahead is None else self._ahead.reading(np.maximum(frame_slots, 0)):
             # the stacks before and after in one gather: an operation costs as much as the copy of a small batch
             for name, frames, field in self._stacked:
-                before, later = gather_stacks(frames, field, frame_slots, self._outputs, name)
-                if shifts is not None and len(field.shape) >= 2:
-                    before, later = shift_pictures(before, shifts[:, :2]), shift_pictures(later, shifts[:, 2:])
-                out[name], after[f"next_{name}"] = before, later
+                out[name], after[f"next_{name}"] = gather_stacks(frames, field, frame_slots, self._outputs, name)
             for name, rows, field in self._single:
                 out[name] = convert(as_torch(gather_rows(rows, slots), field), field)
         out["reward"] = torch.from_numpy(windows.reward)
@@ -202,7 +194,7 @@ class TrajectoryHostEngine:
         out["truncated"] = torch.from_numpy(windows.truncated)
         return out
 
-    def _sequences(self, starts: np.ndarray, length: int, shifts: np.ndarray | None) -> dict[str, Tensor]:
+    def _sequences(self, starts: np.ndarray, length: int) -> dict[str, Tensor]:
         """`length` steps from each start with their windows, and the mask of those of its episode."""
         envs, steps, batch = self._shape.num_envs, self._shape.steps, starts.size
         ahead = np.arange(length, dtype=np.int64)
@@ -210,8 +202,7 @@ class TrajectoryHostEngine:
         newest = self.sampling.counters.item(Counter.ADDED) // envs - 1
         left = (newest - starts // envs) % steps + 1
         flat, left = slots.reshape(-1), (left[:, None] - ahead).reshape(-1)
-        moved = None if shifts is None else shifts.repeat(length, axis=0)
-        out = self._contents(flat, self._windows.at(flat, left), moved)
+        out = self._contents(flat, self._windows.at(flat, left))
         out = {name: value.reshape(batch, length, *value.shape[1:]) for name, value in out.items()}
         flags = self._flags.take(slots)
         # the episode of the first step began no later than that
@@ -236,7 +227,7 @@ class TrajectoryHostEngine:
         array = keys.numpy()
         slots = array % self._capacity
         check_live(array, *self.sampling.span(), self.sampling.state.eligible.host.flat.take(slots) > 0)
-        return self._transitions(slots, None)
+        return self._transitions(slots)
 
     def stored(self, keys: Tensor) -> dict[str, Tensor]:
         """The single steps of these live keys."""

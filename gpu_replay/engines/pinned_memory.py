@@ -9,10 +9,12 @@ import mmap
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 # pin for all devices of the process, and map into their address space
 _PORTABLE, _MAPPED = 1, 2
@@ -46,6 +48,15 @@ def pinned_block(nbytes: int, device: torch.device, drain: Callable[[], None]) -
     # the arguments keep the memory until it is unpinned; unnecessary when the process ends
     weakref.finalize(block, _release, memory, address, device, drain).atexit = False
     return block
+
+
+def seen_from(device: torch.device, store: Tensor) -> Tensor:
+    """The memory of a tensor on this device, or in pinned memory of it, as a tensor of the device."""
+    if store.device == device:
+        return store
+    memory = {"data": (store.data_ptr(), False), "shape": (store.nbytes,), "typestr": "|u1", "version": 2}
+    seen = SimpleNamespace(__cuda_array_interface__=memory, store=store)
+    return torch.as_tensor(seen, device=device).view(store.dtype).view(store.shape)
 
 
 def _forget_error() -> None:

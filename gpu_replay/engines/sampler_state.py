@@ -15,13 +15,9 @@ from gpu_replay.samplers import BaseSampler, Sampler
 _SOURCES = {"running": LARGEST_EVER, "stored": LARGEST_STORED}
 
 
-def _tree_options(base: BaseSampler) -> dict[str, bool]:
-    return {"low": base.summed and base.normalizes_over_buffer, "high": base.initial == "stored", "summed": base.summed}
-
-
 def tree_of(base: BaseSampler, slots: int, device: torch.device, backend: Backend) -> MassTree | None:
     """The tree of masses, or of order codes for draws by rank; None without priorities."""
-    return MassTree(slots, device, backend, **_tree_options(base)) if base.prioritized else None
+    return MassTree(slots, device, backend, summed=base.summed) if base.prioritized else None
 
 
 def priority_bytes(base: BaseSampler, slots: int, backend: Backend) -> dict[str, int]:
@@ -31,7 +27,7 @@ def priority_bytes(base: BaseSampler, slots: int, backend: Backend) -> dict[str,
     on_device = backend == "triton"
     # on the device each slot also has a stamp, which finds the last of repeated keys
     stamps = slots * torch.int32.itemsize if on_device else 0
-    sizes = {"priorities": tree_bytes(slots, backend, **_tree_options(base)) + stamps}
+    sizes = {"priorities": tree_bytes(slots, backend, base.summed) + stamps}
     if not base.summed:
         sizes["ranks"] = ranks_bytes(slots) if on_device else host_ranks_bytes(slots)
     return sizes

@@ -22,7 +22,6 @@ from gpu_replay.engines.placement import MakeMemory, Placement
 from gpu_replay.engines.read_ahead import ReadAhead
 from gpu_replay.engines.sampler_state import priority_bytes
 from gpu_replay.fields import Field, as_numpy
-from gpu_replay.graphs.custom_ops import BatchKind, batch_kind
 from gpu_replay.ops._backend import Backend, choose
 from gpu_replay.ops.eligibility import Streams
 from gpu_replay.samplers import Sampler, Uniform, check_sampler
@@ -32,11 +31,6 @@ UNIFORM = Uniform()
 MAX_CAPACITY = 2**31 - 1
 # bytes of a field's row up to which it shares a record: a larger one is a trip to memory of its own anyway
 _SMALL_ROW = 256
-
-
-def transition_batch(fields: Mapping[str, Field]) -> BatchKind:
-    """The tensors of a batch of transitions."""
-    return batch_kind({name: (field.output_dtype, field.shape) for name, field in fields.items()})
 
 
 def estimate(
@@ -92,15 +86,15 @@ def size_table(sizes: Mapping[str, int]) -> str:
 
 
 def sizes_by_place(
-    sizes: Mapping[str, int], placement: Placement, fields: Collection[str]
+    sizes: Mapping[str, int], placement: Placement, fields: Collection[str], *, absent: bool = False
 ) -> list[tuple[str, dict[str, int], int | None]]:
     """Sizes by place: the name of each place, the sizes there and the free bytes, if known.
 
-    fields: names of those sizes that go where the placement says.
+    fields: names of those sizes that go where the placement says. absent: whether the device is not of this machine.
     """
     there = {name: size for name, size in sizes.items() if placement.apart and name in fields}
     here = {name: size for name, size in sizes.items() if name not in there}
-    places = [(f"on {placement.device}", here, free_bytes(placement.device))]
+    places = [(f"on {placement.device}", here, None if absent else free_bytes(placement.device))]
     if there:
         free = free_bytes(torch.device("cpu")) if placement.path is None else free_on_disk(placement.path)
         places.append((placement.where, there, free))

@@ -14,11 +14,9 @@ from torch import Tensor
 from gpu_replay.engines.placement import MakeMemory
 from gpu_replay.engines.storage import Storage, check_capacity, estimate
 from gpu_replay.fields import Field, check_fields
-from gpu_replay.graphs.custom_ops import STEPS, BatchKind, batch_kind
 from gpu_replay.hindsight import Hindsight, check_relabel
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.eligibility import Streams, StreamShape, stream_bytes
-from gpu_replay.ops.frames import window_outputs
 from gpu_replay.ops.mass_tree import tree_bytes
 from gpu_replay.samplers import Sampler
 from gpu_replay.validation import check_bool, check_choice, check_float, check_int
@@ -30,8 +28,6 @@ Padding = Literal["reset", "zero"]
 _RESERVED_NAMES = ("reward", "terminated", "truncated", "discount", "next_obs", "final_obs", "mask")
 # most frames of a stack and steps of a window: memory for each of them is not counted
 _MOST_FRAMES, _MOST_STEPS = 2**16, 2**24
-# a shift is drawn from 16 random bits
-_MOST_SHIFT = 2**15 - 1
 # bytes that may go to final observations in any case, bytes per step of a long ring, and steps for one of them
 _FINALS_AT_LEAST = 3 * 2**20
 _FINALS_PER_STEP = 32
@@ -58,7 +54,6 @@ class StreamSettings:
     gamma: float = 0.99
     autoreset: Autoreset = "next_step"
     padding: Padding = field(default="reset", repr=False)
-    random_shift: int = field(default=0, repr=False)
     final_capacity: int | None = field(default=None, repr=False)
     terminal_obs: bool = field(default=False, repr=False)
     relabel: Hindsight | None = field(default=None, repr=False)
@@ -95,11 +90,6 @@ class StreamSettings:
         elif check_bool("terminal_obs", self.terminal_obs) and not finals:
             raise ValueError("terminal_obs=True needs places for final observations; found final_capacity=0. Raise it.")
         check_choice("padding", self.padding, get_args(Padding))
-        shift = check_int("random_shift", self.random_shift, 0, _MOST_SHIFT)
-        if shift and all(len(each.shape) < 2 for each in observations):
-            raise ValueError(
-                f"random_shift={shift} moves pictures (height, width); no observation field has two dimensions."
-            )
         frames = check_int("stack", self.stack, 1, _MOST_FRAMES)
         window = check_int("n_step", self.n_step, 1, _MOST_STEPS)
         for name, length in (("stack", frames), ("n_step", window)):
@@ -108,7 +98,7 @@ class StreamSettings:
                     f"{name}={length} is longer than the ring: capacity {asked} holds {steps} steps of each of the "
                     f"{envs} environments. Raise the capacity to at least {length * envs}, or lower {name}."
                 )
-        check_relabel(self.relabel, fields, window, shift)
+        check_relabel(self.relabel, fields, window)
         return replace(
             self,
             capacity=slots,
@@ -116,7 +106,6 @@ class StreamSettings:
             stack=frames,
             n_step=window,
             gamma=check_float("gamma", self.gamma, high=1.0),
-            random_shift=shift,
             final_capacity=finals,
         )
 
@@ -164,14 +153,6 @@ def stream_sizes(
     return trajectory_estimate(settings.shape, checked, sampler, backend)
 
 
-def stream_batch(fields: Mapping[str, Field], stack: int, *, sequences: bool = False) -> BatchKind:
-    """The tensors of a batch of windows, or of sequences."""
-    outputs, steps = window_outputs(fields, observation_names(fields), stack), (STEPS,) if sequences else ()
-    if sequences:
-        outputs["mask"] = torch.bool, ()
-    return batch_kind({name: (dtype, (*steps, *shape)) for name, (dtype, shape) in outputs.items()})
-
-
 class TrajectoryStorage(Storage):
     """The fields and rewards of every stored step, its flags and depth, and final observations.
 
@@ -189,8 +170,7 @@ class TrajectoryStorage(Storage):
         super().__init__(shape.slots, {**fields, "reward": REWARD}, device, memory=memory, on_device=("reward",))
         # windows are summed up to their full length and masked: memory never written must hold numbers
         self.tensors["reward"].zero_()
-        self.gamma, self.padding, self.random_shift = settings.gamma, settings.padding, settings.random_shift
-        self.relabel = settings.relabel
+        self.gamma, self.padding, self.relabel = settings.gamma, settings.padding, settings.relabel
         self.observations = observation_names(fields)
         self.singles = tuple([name for name in fields if name not in self.observations])
         self.streams = Streams(shape, device)

@@ -13,12 +13,17 @@ from itertools import count
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from gpu_replay import Batch, Field, TrajectoryReplayBuffer, Uniform
 from gpu_replay.integrations.streams import all_endings, vector
+from gpu_replay.ops.advice import lacking
 from gpu_replay.samplers import Sampler
+
+try:
+    from tensordict import TensorDict
+except ImportError as error:
+    raise lacking(__name__, "integrations", error) from error
 
 
 class SimpleReplayBuffer:

@@ -25,7 +25,8 @@ class TorchUniformBuffer:
 
     observation_space, action_space: Boxes of the vector environment, (E, numbers), or of a single one, (numbers,).
     n_step, gamma:     steps until bootstrapping, and the discount of one step.
-    min_length:        stored transitions from which `can_sample` is true.
+    min_length:        windows that can be sampled before `can_sample` is true, at least 1 and at most those of a full
+                       ring.
     sample_batch_size: rows of a sample.
     device_type:       "cpu", "cuda" or "cuda:1".
     sampler:           for priorities, call `buffer.buffer.update_priorities(batch["key"], td_error)` and weight the
@@ -54,10 +55,12 @@ class TorchUniformBuffer:
         envs = observation_space.shape[0] if len(observation_space.shape) > 1 else 1
         kinds = (("obs", observation_space, dtype), ("action", action_space, torch.float32))
         fields = {name: vector(space.shape[-1], _stored(space.dtype, floats)) for name, space, floats in kinds}
-        self._min_length, self._batch = min_length, sample_batch_size
         settings: dict[str, Any] = {"n_step": n_step, "gamma": gamma, "sampler": sampler, "seed": seed}
         settings |= {"autoreset": "same_step", "device": device_type, **all_endings(max_length, fields)}
         self.buffer = TrajectoryReplayBuffer(max_length, envs, fields, **settings)
+        # the newest steps of a full ring begin no whole window
+        most = self.buffer.capacity - n_step * envs
+        self._min_length, self._batch = max(1, min(min_length, most)), sample_batch_size
 
     def __len__(self) -> int:
         return len(self.buffer)
@@ -85,8 +88,13 @@ class TorchUniformBuffer:
         self.buffer.add(**values, **flags, action=transition["action"], reward=transition["reward"])
 
     def can_sample(self) -> bool:
-        """Whether `min_length` transitions and one complete window are stored."""
-        return len(self) >= max(self._min_length, (self.buffer.n_step + 1) * self.buffer.num_envs)
+        """Whether `min_length` windows can be sampled, and each environment has more than `n_step` steps: before, only
+        windows that an ending cut short could be.
+        """
+        short = self.buffer.n_step * self.buffer.num_envs
+        count = self.buffer._available(max(self._min_length, short + 1))
+        # more windows than that are of more steps; `len` may wait for a GPU
+        return count >= self._min_length and (count > short or len(self) > short)
 
     def sample(self) -> dict[str, Tensor]:
         """Sample `sample_batch_size` transitions; flags are floats.
@@ -95,6 +103,12 @@ class TorchUniformBuffer:
         fewer than `n_step` if an episode was truncated, and 0 if it terminated. Raises RuntimeError while `can_sample`
         is false.
         """
+        if not self.can_sample():
+            count = self.buffer._available(self._min_length)
+            raise RuntimeError(
+                f"sample: {count} windows can be sampled; it needs min_length={self._min_length}, and more than "
+                f"{self.buffer.n_step} steps of each environment. Add more first."
+            )
         batch = self.buffer.sample(self._batch)
         return {
             "observation": batch.obs,
@@ -109,7 +123,12 @@ class TorchUniformBuffer:
         }
 
     def get_observations(self) -> Tensor:
-        """(len(buffer), numbers), all stored observations, oldest first, as they are sampled."""
+        """(len(buffer), numbers), all stored observations, oldest first, as they are sampled.
+
+        Raises RuntimeError for an empty buffer.
+        """
+        if not len(self):
+            raise RuntimeError("get_observations: the buffer holds no observations. Add more first.")
         return torch.cat([batch.obs for batch in self.buffer.batches(65_536)])
 
     def save(self, path: str | Path) -> None:

@@ -14,12 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.vector import VectorEnv
-from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from torch.utils._pytree import tree_map
 
 from gpu_replay import ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay.ops.advice import lacking
 from gpu_replay.spaces import vector_settings
+
+try:
+    from gymnasium.vector import VectorEnv
+    from gymnasium.vector.utils import concatenate, create_empty_array, iterate
+except ImportError as error:
+    raise lacking(__name__, "integrations", error) from error
 
 
 @dataclass

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium
-import minari
 import numpy as np
-from gymnasium import spaces
-from gymnasium.envs.registration import EnvSpec
-from minari import MinariDataset
-from minari.data_collector import EpisodeBuffer
 from torch.utils._pytree import tree_map
 
 from gpu_replay import TrajectoryReplayBuffer
+from gpu_replay.ops.advice import lacking
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.spaces import step_fields
+
+try:
+    import gymnasium
+    import minari
+    from gymnasium import spaces
+    from gymnasium.envs.registration import EnvSpec
+    from minari import MinariDataset
+    from minari.data_collector import EpisodeBuffer
+except ImportError as error:
+    raise lacking(__name__, "integrations", error) from error
 
 
 def from_minari(dataset: MinariDataset | str, capacity: int | None = None, **settings: Any) -> TrajectoryReplayBuffer:

@@ -21,23 +21,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
-from stable_baselines3 import DDPG, DQN, SAC, TD3
-from stable_baselines3.common.buffers import BaseBuffer
-from stable_baselines3.common.buffers import ReplayBuffer as PlainReplayBuffer
-from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
-from stable_baselines3.common.preprocessing import get_obs_shape
-from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
-from stable_baselines3.common.vec_env import VecEnv, VecNormalize
-from stable_baselines3.her.goal_selection_strategy import GoalSelectionStrategy
-from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gpu_replay import Batch, Field, Hindsight, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.integrations.streams import all_endings
+from gpu_replay.ops.advice import lacking
 from gpu_replay.samplers import Sampler
 from gpu_replay.spaces import step_fields
+
+try:
+    from gymnasium import spaces
+    from stable_baselines3 import DDPG, DQN, SAC, TD3
+    from stable_baselines3.common.buffers import BaseBuffer
+    from stable_baselines3.common.buffers import ReplayBuffer as PlainReplayBuffer
+    from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+    from stable_baselines3.common.preprocessing import get_obs_shape
+    from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
+    from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+    from stable_baselines3.her.goal_selection_strategy import GoalSelectionStrategy
+    from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
+except ImportError as error:
+    raise lacking(__name__, "integrations", error) from error
 
 # attributes of Stable-Baselines3's buffers
 _ARRAYS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")

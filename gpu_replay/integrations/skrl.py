@@ -14,13 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from skrl.memories.torch import Memory
-from skrl.utils.spaces.torch import compute_space_size
 from torch import Tensor
 
 from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
 from gpu_replay.integrations.streams import all_endings, load_like
+from gpu_replay.ops.advice import lacking
 from gpu_replay.samplers import Sampler
+
+try:
+    from skrl.memories.torch import Memory
+    from skrl.utils.spaces.torch import compute_space_size
+except ImportError as error:
+    raise lacking(__name__, "integrations", error) from error
 
 # names of skrl to those in the buffer; any other tensor is a field of its own name
 _NAMES = {
@@ -41,7 +46,9 @@ class ReplayMemory(Memory):
 
     memory_size: steps of each environment.
     device:      default: skrl's.
-    sampler:     by default each row is drawn independently, as by RandomMemory with `replacement=True`.
+    replacement: as of RandomMemory: with False a batch has no row twice, and has fewer rows than asked for while fewer
+                 are stored. Default: True.
+    sampler:     in place of `replacement`; by default each row is drawn independently.
     dtype:       of stored float observations and states, such as torch.bfloat16; samples have the dtype that the agent
                  asks for.
     seed:        seed of sampling.
@@ -49,8 +56,8 @@ class ReplayMemory(Memory):
     The next call, which brings the observation after a step, stores that step. If the observation differs from the
     step's `next_observations`, as when the trainer resets an environment, the memory takes the episode as truncated and
     keeps `next_observations`. So samples equal RandomMemory's, even if an agent passes no `truncated`. `buffer` is the
-    underlying TrajectoryReplayBuffer, None before the first step. Tensors cannot be read or written by
-    name, and there is no `export`: on-policy agents need RandomMemory.
+    underlying TrajectoryReplayBuffer, None before the first step. Tensors cannot be read or written by name, and there
+    is no `export`: on-policy agents need RandomMemory. Raises ValueError for `replacement` together with a sampler.
     """
 
     def __init__(
@@ -59,11 +66,16 @@ class ReplayMemory(Memory):
         memory_size: int,
         num_envs: int = 1,
         device: str | torch.device | None = None,
-        sampler: Sampler = Uniform(replacement=True),  # noqa: B008 (frozen)
+        replacement: bool | None = None,
+        sampler: Sampler | None = None,
         dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
+        if None not in (replacement, sampler):
+            raise ValueError(f"replacement={replacement} is of uniform draws; leave it out, or the sampler {sampler}.")
         super().__init__(memory_size=memory_size, num_envs=num_envs, device=device)
+        self._distinct = replacement is not None and not replacement
+        sampler = sampler or Uniform(replacement=not self._distinct)
         self.buffer: TrajectoryReplayBuffer | None = None
         self._settings: dict[str, Any] = {"sampler": sampler, "device": self.device, "seed": seed}
         self._dtype = dtype
@@ -145,7 +157,7 @@ class ReplayMemory(Memory):
         self, names: list[str], *, batch_size: int, mini_batches: int = 1, sequence_length: int = 1
     ) -> list[list[Tensor | None]]:
         """Sample `batch_size` steps, or windows of `sequence_length` steps, as a list of the named tensors for each
-        mini-batch: row `i` is in mini-batch `i % mini_batches`.
+        mini-batch: row `i` is in mini-batch `i % mini_batches`. With `replacement=False` there may be fewer rows.
 
         Windows are of one environment and do not cross the newest step. Before three steps were added the newest one
         is sampled. Raises RuntimeError while there is nothing to sample.
@@ -153,10 +165,15 @@ class ReplayMemory(Memory):
         buffer, rows = self.buffer, None
         if not self._steps or (sequence_length > 1 and buffer is None):
             raise RuntimeError(f"sample({batch_size}): the memory holds {self._steps} steps. Add more first.")
-        if buffer is not None and sequence_length > 1:
-            rows = buffer.sample_sequences(batch_size, sequence_length)
-        elif buffer is not None and self._steps > 2:
-            rows = buffer.sample(batch_size)
+        stored = None if self._steps < 3 and sequence_length == 1 else buffer
+        if self._distinct:
+            skipped = (sequence_length - 1) * self.num_envs
+            distinct = self.num_envs if stored is None else stored._available(batch_size, skipped)
+            batch_size = min(batch_size, max(1, distinct))
+        if stored is not None and sequence_length > 1:
+            rows = stored.sample_sequences(batch_size, sequence_length)
+        elif stored is not None:
+            rows = stored.sample(batch_size)
         self.sampling_indexes = None if rows is None else rows.key
         chosen = torch.arange(batch_size, device=self.device) % self.num_envs
 

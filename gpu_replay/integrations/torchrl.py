@@ -18,11 +18,16 @@ from urllib.parse import unquote
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from gpu_replay import Batch, CheckpointError, Field, ReplayBuffer, Uniform
+from gpu_replay.ops.advice import lacking
 from gpu_replay.samplers import Sampler
+
+try:
+    from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+except ImportError as error:
+    raise lacking(__name__, "integrations", error) from error
 
 # entries that `sample` adds to the fields, and that a loss writes: not stored when a sample is added again
 _ADDED = ("index", "priority_weight")

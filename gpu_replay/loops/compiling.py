@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -21,14 +22,20 @@ from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# Numba's own, which tells it not to compile
+VARIABLE = "NUMBA_DISABLE_JIT"
 # all files with loops: the digest covers all of them, even those that a process does not use
 _FILES = ("constants", "goals", "random", "ranks", "ring", "steps", "tree", "windows")
+_NOTE = "gpu_replay compiles its loops for this machine, once, in about half a minute; later runs find them compiled."
 
 _inner: set[Callable[..., Any]] = set()
 # a signal handler may ask for a loop while its thread compiles another
 _lock = threading.RLock()
 # that callers have waited for compiled code so far
 waited_seconds = 0.0
+_notified = False
+# how a program tells its users that loops are compiled; without it only a terminal is told
+tell: Callable[[str], object] | None = None
 
 
 def _forget_lock() -> None:
@@ -49,6 +56,12 @@ def compiler() -> Any:
     except ImportError:
         return None
     return None if numba.config.DISABLE_JIT else numba
+
+
+def lacks_compiler() -> bool:
+    """Whether loops run as Python because Numba is missing, and not because it is told not to compile."""
+    told = os.environ.get(VARIABLE, "") not in ("", "0")
+    return compiler() is None and sys.modules.get("numba") is None and not told
 
 
 def inner(function: Function) -> Function:
@@ -103,6 +116,8 @@ class Loop:
             made = None
             try:
                 made = self._dispatcher(cache=True)
+                if not any(_kept(made, f"*{made.py_func.__qualname__}-*.nbi")):
+                    _notify()
                 self._code = self._machine_code(made)
             except Exception:
                 # any error of a damaged file, a full disk or a read-only folder: an error of the loop
@@ -129,9 +144,23 @@ class Loop:
 def _remove(made: Any, pattern: str, name: str = " ") -> None:
     """Remove the cached files of a loop that match this pattern, except those that contain `NAME-`."""
     with suppress(OSError):
-        for file in Path(made.stats.cache_path).glob(pattern):
+        for file in _kept(made, pattern):
             if f"{name}-" not in file.name:
                 file.unlink()
+
+
+def _kept(made: Any, pattern: str) -> Iterator[Path]:
+    """The cached files of loops that match this pattern."""
+    return Path(made.stats.cache_path).glob(pattern)
+
+
+def _notify() -> None:
+    """Tell users, once, why nothing happens for a while."""
+    global _notified
+    show = tell or (partial(print, file=sys.stderr) if sys.stderr.isatty() else None)
+    if show is not None and not _notified:
+        _notified = True
+        show(_NOTE)
 
 
 def _linked(function: Any) -> FunctionType:

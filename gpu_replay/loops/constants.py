@@ -46,8 +46,6 @@ class Flag:
 NO_MASS = 2**63 - 1
 # stands for no key where keys are given; no transition has it
 NO_KEY = -1
-# stored instead of an extreme of a block of leaves that must be recomputed
-DIRTY = -1
 # log2 of the children of a node of a tree on the host
 SHIFT = 4
 # most nodes of the root level of a tree on the host: they are summed one by one

@@ -14,13 +14,9 @@ _MAX_MASS, _SATURATED = Counter.MAX_MASS, Counter.SATURATED
 FIXED, LARGEST_EVER, LARGEST_STORED = range(3)
 
 
-@loop(
-    "(int64, int64[::1], int64, int64, int64, int64, int64[::1], int32[::1], int64[::1], int64[::1], int64[::1],"
-    " int64[::1], int64[::1])"
-)
+@loop("(int64, int64[::1], int64, int64, int64, int64, int64[::1], int32[::1], int64[::1], int64[::1], int64[::1])")
 def append(
-    rows, masses, largest, saturated, source, first_mass, counters, times_sampled,
-    flat, starts, low, high, changed_slots,
+    rows, masses, largest, saturated, source, first_mass, counters, times_sampled, flat, starts, changed_slots
 ):  # fmt: skip
     """Count rows whose fields were written: update masses, sums and counters.
 
@@ -36,7 +32,7 @@ def append(
     if source == LARGEST_EVER and counters[_MAX_MASS]:
         mass = counters[_MAX_MASS]
     elif source == LARGEST_STORED:
-        stored = highest_of(flat, high)
+        stored = highest_of(flat, starts)
         mass = stored if stored else first_mass
     begin, left, at = head, rows - skipped, skipped
     while left:
@@ -45,7 +41,7 @@ def append(
             times_sampled[slot] = 0
             if flat.size:
                 flat[slot] = masses[at + slot - begin] if masses.size else mass
-        mark_changed(low, high, changed_slots, begin, stop)
+        mark_changed(changed_slots, begin, stop)
         sum_above(flat, starts, begin, stop)
         left -= stop - begin
         at += stop - begin

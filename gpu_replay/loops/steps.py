@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from gpu_replay.loops.compiling import inner, loop
-from gpu_replay.loops.constants import DIRTY, SHIFT, Counter, Flag
+from gpu_replay.loops.constants import Counter, Flag
 from gpu_replay.loops.ring import LARGEST_EVER, LARGEST_STORED
 from gpu_replay.loops.tree import highest_of, sum_above
 
@@ -101,13 +101,13 @@ def place_finals(
     "(boolean[::1], boolean[::1], float32[::1], int64[::1], int32[::1], int64, int64[::1],"
     " uint8[::1], int32[::1], int64[::1], int32[::1], int64[::1], int32[::1], int32[::1],"
     " float32[::1], int32[::1], int64[::1],"
-    " int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1])"
+    " int64[::1], int64[::1], int64[::1], int64[::1], int64[::1])"
 )
 def add_steps(
     terminated, truncated, new_rewards, masses, places, saturated, settings,
     flags, depth, open_masses, final, owner, episode_length, clipped_length,
     rewards, times_sampled, counters,
-    flat, starts, low, high, changed_slots, ones, one_starts,
+    flat, starts, changed_slots, ones, one_starts,
 ):  # fmt: skip
     """Add T steps of E environments; this one call changes all metadata of the ring.
 
@@ -121,7 +121,7 @@ def add_steps(
                before anything changes.
     flags to clipped_length: as in `ops.eligibility.Streams`, flat; the last two are empty without hindsight.
     rewards, times_sampled: (slots,) of the ring.
-    flat, starts, low, high, changed_slots: a tree of masses, or of ones without masses.
+    flat, starts, changed_slots: a tree of masses, or of ones without masses.
     ones, one_starts: a second tree, of ones, or empty.
     returns:   whether the steps were refused.
     """
@@ -151,7 +151,7 @@ def add_steps(
         if source == LARGEST_EVER:
             initial = counters[_MAX_MASS]
         elif source == LARGEST_STORED:
-            initial = highest_of(flat, high)
+            initial = highest_of(flat, starts)
         if initial == 0:
             initial = first_mass
         for env in range(envs):
@@ -221,10 +221,6 @@ def add_steps(
                         changed_slots[min(changed_slots[0] + 1, changed_slots.size - 1)] = start
                         changed_slots[0] += 1
                     flat[start] = mass
-                    if low.size:
-                        low[start >> SHIFT] = DIRTY
-                    if high.size:
-                        high[start >> SHIFT] = DIRTY
                     more += min(mass, 1) - min(old, 1)
                     if ones.size:
                         ones[start] = min(mass, 1)

@@ -2,9 +2,8 @@
 # (types are what Numba infers)
 """The masses of all slots and the sums above them: loops that draw by them, change them and sum them up.
 
-A tree is four arrays of int64: `flat`, all levels end to end, leaves first, each padded to whole blocks of 16;
-`starts`, where each level begins and where the last one ends; `low` and `high`, the smallest and largest mass of each
-block of leaves, DIRTY where it must be found again, or nothing where they are not kept.
+A tree is two arrays of int64: `flat`, all levels end to end, leaves first, each padded to whole blocks of 16, and
+`starts`, where each level begins and where the last one ends.
 
 `changed_slots` lists them for an order of ranks: first a count, then that many slots. If the count exceeds the room,
 the slots mean nothing. It is empty if no order is kept.
@@ -15,14 +14,14 @@ from __future__ import annotations
 import numpy as np
 
 from gpu_replay.loops.compiling import inner, loop
-from gpu_replay.loops.constants import DIRTY, NO_KEY, NO_MASS, SHIFT, Counter, Flag
+from gpu_replay.loops.constants import NO_KEY, NO_MASS, SHIFT, Counter, Flag
 
 _ADDED, _FIRST, _STALE = Counter.ADDED, Counter.FIRST, Counter.STALE
 _SATURATED, _MAX_MASS = Counter.SATURATED, Counter.MAX_MASS
 _ENDED, _TRUNCATED, _STOPPED = Flag.TERMINATED | Flag.TRUNCATED, Flag.TRUNCATED, Flag.DEAD | Flag.CUT
 # numbers that fit in the cache; in a larger tree this many rows are located together
 _FAR, _TOGETHER = 2**18, 64
-_TREE = "int64[::1], int64[::1], int64[::1], int64[::1]"
+_TREE = "int64[::1], int64[::1]"
 
 
 # changes
@@ -42,54 +41,28 @@ def sum_above(flat, starts, begin, stop):
 
 
 @inner
-def mark_changed(low, high, changed_slots, begin, stop):
-    """Mark the extremes of these slots' blocks, and tell the order that they have changed."""
-    for block in range(begin >> SHIFT, (stop + 15) >> SHIFT):
-        if low.size:
-            low[block] = DIRTY
-        if high.size:
-            high[block] = DIRTY
+def mark_changed(changed_slots, begin, stop):
+    """Tell the order that these slots have changed."""
     for slot in range(begin, stop if changed_slots.size else begin):
         changed_slots[min(changed_slots[0] + 1, changed_slots.size - 1)] = slot
         changed_slots[0] += 1
 
 
-@loop(f"({_TREE})")
-def build(flat, starts, low, high):
-    """Recompute all sums and extremes from the leaves."""
-    for block in range(low.size):
-        low[block] = DIRTY
-    for block in range(high.size):
-        high[block] = DIRTY
-    sum_above(flat, starts, 0, starts[1])
-
-
 @inner
-def lowest_of(flat, low):
+def lowest_of(flat, starts):
     """The smallest mass that is not 0, NO_MASS when there is none."""
     smallest = NO_MASS
-    for block in range(low.size):
-        if low[block] == DIRTY:
-            least = NO_MASS
-            for slot in range(block << SHIFT, (block + 1) << SHIFT):
-                if flat[slot] > 0:
-                    least = min(least, flat[slot])
-            low[block] = least
-        smallest = min(smallest, low[block])
+    for slot in range(starts[1]):
+        smallest = min(smallest, flat[slot] if flat[slot] > 0 else NO_MASS)
     return smallest
 
 
 @inner
-def highest_of(flat, high):
+def highest_of(flat, starts):
     """The largest mass, 0 when there is none."""
     largest = 0
-    for block in range(high.size):
-        if high[block] == DIRTY:
-            most = 0
-            for slot in range(block << SHIFT, (block + 1) << SHIFT):
-                most = max(most, flat[slot])
-            high[block] = most
-        largest = max(largest, high[block])
+    for slot in range(starts[1]):
+        largest = max(largest, flat[slot])
     return largest
 
 
@@ -103,7 +76,7 @@ def total_of(flat, starts):
 
 
 # the same for Python
-total, lowest = loop("(int64[::1], int64[::1])")(total_of), loop("(int64[::1], int64[::1])")(lowest_of)
+total = loop("(int64[::1], int64[::1])")(total_of)
 
 
 # priorities
@@ -156,7 +129,7 @@ def waiting_place(key, first, added, stream, flags, depth, open_masses):
     " int64[::1], uint8[::1], int32[::1], int64[::1])"
 )
 def update(
-    keys, numbers, ordered, limit, capacity, counters, flat, starts, low, high, changed_slots,
+    keys, numbers, ordered, limit, capacity, counters, flat, starts, changed_slots,
     stream, flags, depth, open_masses,
 ):  # fmt: skip
     """Give live keys their masses; the last of a repeated key wins.
@@ -192,10 +165,6 @@ def update(
             changed_slots[min(changed_slots[0] + 1, changed_slots.size - 1)] = slot
             changed_slots[0] += 1
         flat[slot] = mass
-        if low.size:
-            low[slot >> SHIFT] = DIRTY
-        if high.size:
-            high[slot >> SHIFT] = DIRTY
         if not anew:
             node = slot
             for level in range(1, levels):
@@ -319,10 +288,10 @@ targets = loop("(int64, float64[::1], boolean, int64[::1])")(spread)
 
 
 @loop(
-    "(int64[::1], int64[::1], int64[::1], float64[::1], boolean, boolean, int64, int64, int64, int64[::1],"
-    " float32[::1], float64[::1])"
+    "(int64[::1], int64[::1], float64[::1], boolean, boolean, int64, int64, int64, int64[::1], float32[::1],"
+    " float64[::1])"
 )
-def draw(flat, starts, low, doubles, stratified, over_buffer, offset, mass, total, slots, probability, ratio):
+def draw(flat, starts, doubles, stratified, over_buffer, offset, mass, total, slots, probability, ratio):
     """Draw by mass.
 
     doubles:     (B,) float64 in [0, 1). over_buffer: whether the largest weight is that of the smallest stored mass.
@@ -344,7 +313,7 @@ def draw(flat, starts, low, doubles, stratified, over_buffer, offset, mass, tota
             if targets[row] >= total:
                 targets[row] -= total
     locate_all(flat, starts, targets, slots)
-    least = lowest_of(flat, low) if over_buffer else NO_MASS
+    least = lowest_of(flat, starts) if over_buffer else NO_MASS
     for row in range(slots.size):
         targets[row] = flat[slots[row]]
         least = min(least, targets[row])

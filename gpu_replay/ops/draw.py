@@ -32,10 +32,10 @@ from torch import Tensor
 
 from gpu_replay.loops import random as random_loops
 from gpu_replay.loops import tree as tree_loops
-from gpu_replay.ops.counters import NO_MASS, blocks_for
+from gpu_replay.ops.counters import Counter, blocks_for
 from gpu_replay.ops.eligibility import Streams
 from gpu_replay.ops.launch import Launch, per_program, reciprocal
-from gpu_replay.ops.mass_tree import MassTree, make_extreme
+from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.windows import SequenceRule
 
 
@@ -60,7 +60,7 @@ def draw_range(tree: MassTree, head: int, skipped: int, *, by_key: bool) -> Draw
     head:   slot of the next key; the slots from it on hold the oldest keys.
     by_key: whether targets ascend with keys instead of slots; without effect on what can be drawn.
     """
-    total, mass_before, (flat, starts, *_) = tree.total(), tree_loops.mass_before.compiled(), tree.host
+    total, mass_before, (flat, starts) = tree.total(), tree_loops.mass_before.compiled(), tree.host[:2]
     if not skipped and not by_key:
         return DrawRange(0, total, total)
     before = mass_before(flat, starts, head)
@@ -74,7 +74,7 @@ def draw_range(tree: MassTree, head: int, skipped: int, *, by_key: bool) -> Draw
 
 def slots_in(tree: MassTree, drawn: DrawRange, targets: np.ndarray) -> np.ndarray:
     """Host: the (B,) slots on which (B,) targets in [0, mass) fall; the targets are overwritten."""
-    slots, (flat, starts, *_) = np.empty(targets.size, dtype=np.int64), tree.host
+    slots, (flat, starts) = np.empty(targets.size, dtype=np.int64), tree.host[:2]
     tree_loops.locate.compiled()(flat, starts, drawn.offset, drawn.total, targets, slots)
     return slots
 
@@ -108,12 +108,12 @@ def draw_by_mass(
 ) -> MassDraw:
     """Host: draw one slot for each of (B,) float64 in [0, 1).
 
-    over_buffer: whether the largest weight is that of the smallest stored mass, which the tree keeps, or of the batch.
+    over_buffer: whether the largest weight is that of the smallest stored mass or of the batch.
     """
-    batch, (flat, starts, low, *_), (offset, mass, total) = doubles.size, tree.host, within
+    batch, (flat, starts, _), (offset, mass, total) = doubles.size, tree.host, within
     slots, probability, ratio = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.float32), np.empty(batch)
     mass = tree_loops.draw.compiled()(
-        flat, starts, low, doubles, stratified, over_buffer, offset, mass, total, slots, probability, ratio
+        flat, starts, doubles, stratified, over_buffer, offset, mass, total, slots, probability, ratio
     )
     return MassDraw(slots, probability, ratio, mass)
 
@@ -175,14 +175,6 @@ def slots_at(tree: MassTree, targets: Tensor) -> Tensor:
     return node
 
 
-def lowest_mass(tree: MassTree) -> Tensor:
-    """The smallest mass that is not 0 as int64 without dimensions, NO_MASS without one; on a device all are read."""
-    if tree.backend == "host":
-        return torch.tensor(tree.lowest())
-    masses = tree.masses
-    return torch.where(masses > 0, masses, NO_MASS).min()
-
-
 # parts into which one step of the search for a rank divides the rest
 BASE = 32
 
@@ -206,7 +198,6 @@ def make_draw(
     starts: MassTree | None = None,
     tracks_eligibility: bool = False,
     skipped: int = 0,
-    shifted: bool = False,
     stratified: bool = True,
     normalize_over_buffer: bool = False,
     replacement: bool = False,
@@ -218,13 +209,12 @@ def make_draw(
 
     Its arguments: () or, to draw by rank, the sums of the masses of the ranks up to each, the ages in order of rank and
     their number, without the skipped slots; (batch,) slots, keys, probabilities and masses, and the minima, to be
-    filled; where to put the place of the words for shifts, or ().
+    filled.
 
     tree:    of masses, to draw by mass.
     starts:  of ones for eligible starts, for uniform draws and the newest; None where all stored slots can be drawn.
     tracks_eligibility: whether stored slots exist that cannot be drawn.
     skipped: slots of the newest keys that are left out; less than all.
-    shifted: whether `batch` random words are taken after the draw's own.
     rule:    that starts must fit, in a buffer of these streams; those that do not are drawn again.
     """
     from gpu_replay.kernels.draw import draw_kernel, draw_sequences_kernel
@@ -259,7 +249,6 @@ def make_draw(
             **shared,
             starts=newest,
             skipped=skipped,
-            blocks_drawn=blocks_once,
             REPLACEMENT=replacement,
             SKIPS=skipped > 0,
         )
@@ -279,19 +268,16 @@ def make_draw(
             stride=rule.stride,
             per_envs=reciprocal(envs),
             per_stride=reciprocal(rule.stride),
-            blocks_drawn=blocks,
             blocks_once=blocks_once,
             drawing=programs,
             REPLACEMENT=replacement,
         )
     minima = programs if by_priority else 0
-    blocks += blocks_for(batch if shifted else 0)
     if by != "mass" or not normalize_over_buffer or tree is None:
         return launch, blocks, minima
-    find_lowest = make_extreme(tree, counters, low=True)
 
     def draw(*arguments: tuple[Tensor, ...]) -> None:
-        find_lowest()
+        counters[Counter.LOWEST] = tree.lowest()
         launch(*arguments)
 
     return draw, blocks, minima

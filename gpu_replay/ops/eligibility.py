@@ -7,8 +7,6 @@ closes, and takes away those that were overwritten or lost a frame of their stac
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,9 +17,10 @@ from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.loops.constants import Flag as Flag
+from gpu_replay.ops.advice import warn_caller
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import Launch, aligned, reciprocal
-from gpu_replay.ops.mass_tree import MassTree, make_extreme
+from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.priorities import DeviceMasses
 from gpu_replay.ops.ring import moved_rows
 
@@ -56,18 +55,10 @@ class StreamShape:
         return self.num_envs * self.steps
 
 
-def _warn_caller(message: str) -> None:
-    """Issue a UserWarning at the line outside of the package that led here."""
-    level, frame = 1, sys._getframe()
-    while (back := frame.f_back) is not None and frame.f_globals["__name__"].startswith("gpu_replay."):
-        level, frame = level + 1, back
-    warnings.warn(message, stacklevel=level)
-
-
 def warn_of_flaw(shape: StreamShape) -> None:
     """Warn that an ending is not as the autoreset mode says, or loses a window."""
     if shape.next_step:
-        _warn_caller(
+        warn_caller(
             "the step after an episode's end has a reward or a flag. With autoreset='next_step' it is Gymnasium's "
             "reset step, which has neither: its action and reward are ignored. Does the loop call env.reset() itself, "
             "or does the environment (SAME_STEP)? Then make the buffer with autoreset='disabled' or 'same_step', as "
@@ -76,7 +67,7 @@ def warn_of_flaw(shape: StreamShape) -> None:
             "this warning comes once."
         )
     else:
-        _warn_caller(
+        warn_caller(
             "an episode was truncated, and its final observation is not stored: windows that end there are never "
             f"sampled. Give final_obs= to add. The buffer keeps {shape.finals:,} final observations; if all are in "
             "use, raise final_capacity. stats().lost_truncations counts them; this warning comes once."
@@ -246,14 +237,13 @@ def make_add_step(
     final_names = tuple(pools)
     final_layout, keeping = moved_rows(tuple(fields[name] for name in final_names), shape.num_envs, interpreted)
     stepping = -(-shape.num_envs // envs)
-    looked_up = masses.tree if masses and initial_counter == Counter.HIGHEST else None
-    find_highest = None if looked_up is None else make_extreme(looked_up, counters, low=False)
+    looks_up = masses if initial_counter == Counter.HIGHEST else None
     launch = Launch(
         add_step_kernel,
         stepping + moving + keeping,
         stores=tuple(stores[name] for name in names),
         pools=tuple(pools.values()),
-        tree=(tree.levels, (), ()) if masses is None else masses.arguments,
+        tree=(tree.levels, ()) if masses is None else masses.arguments,
         eligible=() if masses is None or eligible_tree is None else eligible_tree.levels,
         streams=streams.tensors,
         counters_ptr=counters,
@@ -285,8 +275,8 @@ def make_add_step(
         keys: Tensor,
         ready: bool,
     ) -> None:
-        if find_highest is not None:
-            find_highest()
+        if looks_up is not None:
+            looks_up.find_highest(counters)
         inputs, kept = tuple(map(values.__getitem__, names)), tuple(map((finals or {}).__getitem__, final_names))
         ends = values["terminated"].view(torch.uint8), values["truncated"].view(torch.uint8)
         numbers = () if masses is None or priorities is None else (priorities,)

@@ -19,18 +19,15 @@ def _value_bytes(field: Field) -> int:
     return max(field.dtype.itemsize, field.output_dtype.itemsize)
 
 
-def frame_tile(field: Field, rows: int, shifted: bool, interpreted: bool) -> Tile:
+def frame_tile(field: Field, rows: int, interpreted: bool) -> Tile:
     """The tile of frames that a program moves at once: at most 8 KB, read or written, with 8 words for each thread.
 
     Words are as wide as the rows allow. Short frames get 4 words a thread and at most as many frames as threads, since
     each frame then costs a lookup of its source. If a row is long enough, the threads of a warp move words of one row.
     Long frames that fill 85% of the lanes are moved whole, up to 16 KB by twice as many threads: then the programs of a
     batch of hundreds are few enough to run all at once.
-    shifted: whether each value has its own address. A thread then moves 16 single values: with 32, Triton 3.6 keeps
-             all addresses at once, in 254 registers.
     """
-    single = field.dtype.itemsize
-    word = 2 * single if shifted else math.gcd(field.row_bytes, 16)
+    single, word = field.dtype.itemsize, math.gcd(field.row_bytes, 16)
     values = min(_TILE // _value_bytes(field), 1024 * word // single)
     short, width = field.elements <= values // 2, 1 << (field.elements - 1).bit_length()
     if short:
@@ -38,7 +35,7 @@ def frame_tile(field: Field, rows: int, shifted: bool, interpreted: bool) -> Til
     if interpreted:
         return interpreted_tile(field.elements, rows)
     frames = 2 * _TILE // (width * _value_bytes(field))
-    if not (short or shifted) and word == 16 and frames and field.elements >= 0.85 * width:
+    if not short and word == 16 and frames and field.elements >= 0.85 * width:
         return Tile(frames, width, 1)
     columns = piece_columns(field.elements, min(values, 32 * word // single), values)
     return Tile(min(128, values // columns), columns, -(-field.elements // columns))
@@ -69,23 +66,15 @@ class MovedFrames(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def moved_frames(
-    fields: tuple[Field, ...], stacked: int, batch: int, stack: int, shifted: bool, interpreted: bool
-) -> MovedFrames:
+def moved_frames(fields: tuple[Field, ...], stacked: int, batch: int, stack: int, interpreted: bool) -> MovedFrames:
     """How a launch moves a batch of fields; the first `stacked` are stacks, moved before their windows and after them.
 
     The result is computed once and kept, as in `moved_rows`.
     """
-    pictures = [field.shape[-2:] if shifted and len(field.shape) >= 2 else (0, 0) for field in fields[:stacked]]
     frames = batch * stack
-    tiles = [
-        frame_tile(field, frames, picture != (0, 0), interpreted)
-        for field, picture in zip(fields, pictures, strict=False)
-    ]
+    tiles = [frame_tile(field, frames, interpreted) for field in fields[:stacked]]
     tiles += [tile_for(field, batch, interpreted) for field in fields[stacked:]]
-    layout = layout_of(fields, tiles, converted=True)._replace(
-        heights=tuple(height for height, _ in pictures), sides=tuple(side for _, side in pictures)
-    )
+    layout = layout_of(fields, tiles, converted=True)
     # one item per thread
     items = per_program(128, batch, interpreted)
     # stacks before windows, and as many after them

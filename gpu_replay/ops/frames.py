@@ -1,4 +1,4 @@
-"""Stacks of observations, put together from frames that are stored once: gather, padding, cast, scale and shift.
+"""Stacks of observations, put together from frames that are stored once: gather, padding, cast and scale.
 
 Frame `i` of a stack of `S` whose newest frame lies in a slot is the one `S - 1 - i` steps before it, unless the episode
 began later: then it is the episode's first frame ("reset") or zeros ("zero").
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.fields import Field, as_numpy
+from gpu_replay.fields import Field
 from gpu_replay.loops.windows import gather_bytes, gather_words
 from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.eligibility import Streams
@@ -84,29 +84,6 @@ def _gather_into(out: np.ndarray, frames: FrameStore, frame_slots: np.ndarray, b
     frames.gather(ring, frames.pool, frame_slots, begin, end, begin, words)
 
 
-def shifts_from(words: np.ndarray, most: int) -> np.ndarray:
-    """(B, 4) shifts in [-most, most] from (B,) random words: rows and columns of obs, then those of next_obs."""
-    parts = words[:, None] >> np.array([0, 16, 32, 48], dtype=np.uint64) & np.uint64(0xFFFF)
-    return (parts * np.uint64(2 * most + 1) >> np.uint64(16)).astype(np.int64) - most
-
-
-def shift_pictures(pictures: Tensor, shifts: np.ndarray) -> Tensor:
-    """Host: each (..., height, width) of a batch moved by its (rows, columns), edges repeated.
-
-    pictures: (B, ..., height, width). shifts: (B, 2).
-
-    Kostrikov, Yarats and Fergus 2020, "Image Augmentation Is All You Need" (DrQ).
-    """
-    height, width = pictures.shape[-2:]
-    out = torch.empty_like(pictures)
-    rows = np.clip(np.arange(height) + shifts[:, :1], 0, height - 1)
-    columns = np.clip(np.arange(width) + shifts[:, 1:], 0, width - 1)
-    source, target = as_numpy(pictures), as_numpy(out)
-    for place in range(len(shifts)):
-        target[place] = source[place].take(rows[place], axis=-2).take(columns[place], axis=-1)
-    return out
-
-
 class StepStore(Protocol):
     """The parts of a trajectory buffer's storage that gathers read.
 
@@ -115,7 +92,6 @@ class StepStore(Protocol):
     streams:      the metadata of every step.
     finals:       (finals, *shape) kept final observations of each observation field; empty where none are kept.
     padding:      how stacks are filled before the first frame.
-    random_shift: pixels that pictures are moved by at most.
     """
 
     tensors: dict[str, Tensor]
@@ -124,7 +100,6 @@ class StepStore(Protocol):
     streams: Streams
     finals: dict[str, Tensor]
     padding: Literal["reset", "zero"]
-    random_shift: int
 
 
 def make_gather_windows(
@@ -135,7 +110,6 @@ def make_gather_windows(
     finish: Finish = READ,
     *,
     length: int = 0,
-    shifted: bool = False,
 ) -> Gather:
     """Device: all that a batch holds of the eligible starts in (B,) slots; one launch a call. With `finish` it also
     ends their sample.
@@ -143,7 +117,6 @@ def make_gather_windows(
     powers:  (n_step + 1,) float64 of gamma, as `powers_of` gives them.
     length:  of sequences, [B, length, ...]: steps with a window each, and the mask of those of the first one's episode;
              0 of windows alone.
-    shifted: whether pictures are moved, by B words of the random stream.
     """
     from gpu_replay.kernels.windows import gather_windows_kernel
 
@@ -152,7 +125,7 @@ def make_gather_windows(
     apart = {*storage.observations, "reward"}
     names = [*storage.observations, *(name for name in storage.fields if name not in apart)]
     fields = tuple(storage.fields[name] for name in names)
-    moved = moved_frames(fields, stacked, batch * span, shape.stack, shifted, interpreted)
+    moved = moved_frames(fields, stacked, batch * span, shape.stack, interpreted)
     layout, together, items, programs, warps = moved
     weights, draws = weight_programs(batch if finish.counted else 0, interpreted)
     next_names = [f"next_{name}" for name in storage.observations]
@@ -184,7 +157,6 @@ def make_gather_windows(
         TOGETHER=min(shape.n_step, 8),
         NEXT_STEP=shape.next_step,
         ZERO=storage.padding == "zero",
-        RANDOM_SHIFT=storage.random_shift if shifted else 0,
         SEQUENCES=length > 0,
         DRAWS=draws,
         # a product of the sum of rewards is rounded before it is added, as on the host
@@ -195,12 +167,10 @@ def make_gather_windows(
     rows = (batch, length) if length else (batch,)
     new = [(name, allocator((*rows, *sides), dtype, device)) for name, (dtype, sides) in outputs.items()]
 
-    def gather(
-        slots: Tensor, words: tuple[Tensor, ...] = (), sample: tuple[Tensor, ...] = (), beta: float = 0.0
-    ) -> dict[str, Tensor]:
+    def gather(slots: Tensor, sample: tuple[Tensor, ...] = (), beta: float = 0.0) -> dict[str, Tensor]:
         out = {name: make() for name, make in new}
         frames, after = tuple([out[name] for name in names]), tuple([out[name] for name in next_names])
-        launch(frames, after, tuple([out[name] for name in results]), slots, words, sample, beta)
+        launch(frames, after, tuple([out[name] for name in results]), slots, sample, beta)
         return out
 
     return gather

@@ -12,14 +12,14 @@ from gpu_replay.fields import Field
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import Launch, aligned, per_program, reciprocal
 from gpu_replay.ops.mass import Rule
-from gpu_replay.ops.mass_tree import MassTree, fanout_for, make_extreme
+from gpu_replay.ops.mass_tree import MassTree, fanout_for
 from gpu_replay.ops.ring import moved_rows
 
 if TYPE_CHECKING:
     from gpu_replay.ops.eligibility import Streams
 
-TreeArguments = tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]
-NO_TREE: TreeArguments = (), (), ()
+TreeArguments = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+NO_TREE: TreeArguments = (), ()
 # takes values, priorities, keys to be filled, and whether all values are aligned
 Add = Callable[[Mapping[str, Tensor], Tensor | None, Tensor, bool], None]
 
@@ -38,8 +38,12 @@ class DeviceMasses:
 
     @property
     def arguments(self) -> TreeArguments:
-        """Levels, extremes that an update makes dirty, and rule, as kernels take them."""
-        return self.tree.levels, tuple(each for each in (self.tree.low, self.tree.high) if each is not None), self.rule
+        """Levels and rule, as kernels take them."""
+        return self.tree.levels, self.rule
+
+    def find_highest(self, counters: Tensor) -> None:
+        """Bring the largest stored mass to where kernels take it from."""
+        counters[Counter.HIGHEST] = self.tree.masses.max()
 
     @property
     def nbytes(self) -> int:
@@ -115,13 +119,11 @@ def make_add(
         GIVEN=given,
         SOURCE=-1 if initial_counter is None else initial_counter,
     )
-    find_highest = (
-        make_extreme(masses.tree, counters, low=False) if masses and initial_counter == Counter.HIGHEST else None
-    )
+    looks_up = masses if initial_counter == Counter.HIGHEST else None
 
     def add(values: Mapping[str, Tensor], priorities: Tensor | None, keys: Tensor, ready: bool) -> None:
-        if find_highest is not None:
-            find_highest()
+        if looks_up is not None:
+            looks_up.find_highest(counters)
         inputs, numbers = tuple(map(values.__getitem__, names)), keys if priorities is None else priorities
         launch(inputs, keys, numbers, aligned=(ready or aligned(*inputs)) and (numbers is keys or aligned(numbers)))
 

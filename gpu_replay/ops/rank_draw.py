@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpu_replay.ops.launch import per_program
+from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 from gpu_replay.ops.ranks import rank_masses
@@ -59,7 +59,7 @@ class DeviceRanks:
         self._current = False
 
     def of(self, tree: MassTree, skipped: int) -> RankList:
-        """A list of its own for one call, of a tree of codes, without the newest `skipped` slots; 1 launch and a sort.
+        """A list of its own for one call, of a tree of codes, without the newest `skipped` slots.
 
         All that it takes is allocated for it.
         """
@@ -68,7 +68,7 @@ class DeviceRanks:
         return made
 
     def current(self, tree: MassTree, capturing: bool) -> RankList:
-        """The list to draw from now; 1 launch and a sort unless nothing has changed since it was made."""
+        """The list to draw from now; sorted anew unless nothing has changed since it was made."""
         if capturing or self._unsure or not self._current:
             self._sort(tree, self._list)
             # one that is captured is made by the replays
@@ -80,14 +80,14 @@ class DeviceRanks:
         return RankList(ages, torch.zeros(1, dtype=torch.int64, device=self._counters.device))
 
     def _sort(self, tree: MassTree, made: RankList, skipped: int = 0) -> None:
-        from gpu_replay.kernels.ranks import arrange_kernel
-
-        counters = self._counters
-        slots = per_program(1024, tree.slots, counters.device.type == "cpu", most=2**16)
-        arranged, ordered = torch.empty((2, tree.slots), dtype=torch.int64, device=counters.device)
-        grid = (-(-tree.slots // slots),)
-        arrange_kernel[grid](tree.masses, arranged, made.listed, counters, tree.slots, skipped, SLOTS=slots)
-        torch.sort(arranged, descending=True, stable=True, out=(ordered, made.ages))
+        oldest, ages = self._counters[Counter.ADDED], torch.arange(tree.slots, device=self._counters.device)
+        # by age, so that among equal codes the smaller key comes first
+        codes = tree.masses[ages.add_(oldest).remainder_(tree.slots)]
+        del ages
+        # code 0 comes after all that can be drawn
+        codes[tree.slots - skipped :] = 0
+        made.listed.copy_((codes > 0).sum())
+        torch.sort(codes, descending=True, stable=True, out=(torch.empty_like(codes), made.ages))
 
 
 def ranks_bytes(slots: int) -> int:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.ops.batch_memory import LARGE, BatchMemory
-from gpu_replay.ops.launch import Launch, allocator, per_program, reciprocal
+from gpu_replay.ops.counters import NO_KEY, Counter
+from gpu_replay.ops.launch import Launch, allocator
 from gpu_replay.ops.weights import READ, Finish, Gather, weight_programs
 
 Result = TypeVar("Result")
@@ -132,7 +133,6 @@ class Layout(NamedTuple):
 
     widths:        values of a row. rows, columns, chunks: of its `Tile`.
     scales, wide:  of values that are converted, and whether in float64.
-    heights, sides: of pictures that are moved, 0 of other fields.
     """
 
     widths: tuple[int, ...]
@@ -141,8 +141,6 @@ class Layout(NamedTuple):
     chunks: tuple[int, ...]
     scales: tuple[float | None, ...] = ()
     wide: tuple[bool, ...] = ()
-    heights: tuple[int, ...] = ()
-    sides: tuple[int, ...] = ()
 
     def programs(self, count: int, begin: int = 0) -> int:
         """Programs that move `count` rows of the fields from `begin` on."""
@@ -194,9 +192,7 @@ def make_gather(
     )
     new = [(name, allocator((batch, *field.shape), field.output_dtype, device)) for name, field in fields.items()]
 
-    def gather(
-        slots: Tensor, words: tuple[Tensor, ...] = (), sample: tuple[Tensor, ...] = (), beta: float = 0.0
-    ) -> dict[str, Tensor]:
+    def gather(slots: Tensor, sample: tuple[Tensor, ...] = (), beta: float = 0.0) -> dict[str, Tensor]:
         outputs = {}
         for name, make in new:
             outputs[name] = make()
@@ -206,37 +202,24 @@ def make_gather(
     return gather
 
 
-# keys that are found by the launch that writes their rows, and most keys of a write: each is compared with all others
-_FOUND_AT_ONCE, MOST_WRITTEN = 2**10, 2**14
+@torch.no_grad()
+def write_rows(
+    stores: Mapping[str, Tensor], keys: Tensor, values: Mapping[str, Tensor], counters: Tensor, capacity: int
+) -> None:
+    """Device: store rows of these fields under (B,) live keys, the last of a repeated key, and count stale keys.
 
-
-def make_write(
-    stores: Mapping[str, Tensor], fields: Mapping[str, Field], batch: int, counters: Tensor
-) -> Callable[..., None]:
-    """Device: store rows of these fields under live keys, the last of a repeated key, and count keys that are stale;
-    one launch a call, two for thousands of keys. It takes (batch,) int64 keys, the values by name, and whether all are
-    aligned.
+    No operation waits for the device, and all that can fail comes before the first change.
     """
-    from gpu_replay.kernels.ring import find_slots_kernel, write_kernel
-
-    interpreted = counters.device.type == "cpu"
-    layout, _ = moved_rows(tuple(fields.values()), batch, interpreted)
-    # few rows a program: they are compared with all others, of many fields fewer at once, which spill otherwise
-    rows, capacity = per_program(128, batch, interpreted), next(iter(stores.values())).shape[0]
-    layout = layout._replace(rows=tuple([min(rows, each) for each in layout.rows]))
-    shared: dict[str, Any] = {"counters_ptr": counters, "batch": batch, "capacity": capacity}
-    shared |= {"per_capacity": reciprocal(capacity), "TOGETHER": 4 if len(fields) <= 8 else 2}
-    apart = batch > _FOUND_AT_ONCE
-    find = Launch(find_slots_kernel, -(-batch // rows), **shared, ROWS=rows) if apart else None
-    shared |= {"TOGETHER": 0} if apart else {}
-    places = tuple([stores[name] for name in fields])
-    launch = Launch(write_kernel, layout.programs(batch), **shared, stores=places, LAYOUT=layout)
-
-    def write(keys: Tensor, values: Mapping[str, Tensor], *, aligned: bool) -> None:
-        if find is not None:
-            slots = torch.empty_like(keys)
-            find(keys, slots, aligned=aligned)
-            keys = slots
-        launch(tuple([values[name] for name in fields]), keys, aligned=aligned)
-
-    return write
+    added = counters[Counter.ADDED]
+    live = (keys >= torch.maximum(counters[Counter.FIRST], added - capacity)) & (keys < added)
+    stale = (~live & (keys != NO_KEY)).sum()
+    # rows of one key all write the last of them, and rows without a live key what another row writes
+    ordered, place = keys.sort(stable=True)
+    last = place[torch.searchsorted(ordered, keys, right=True) - 1]
+    source = torch.where(live, last, last[live.byte().argmax(0, keepdim=True)])
+    slots, some = keys[source] % capacity, live.any()
+    # with no live key at all, what is stored
+    made = [(stores[name], torch.where(some, rows[source], stores[name][slots])) for name, rows in values.items()]
+    for store, rows in made:
+        store.index_copy_(0, slots, rows)
+    counters[Counter.STALE].add_(stale)

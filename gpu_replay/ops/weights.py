@@ -29,8 +29,8 @@ class Finish(NamedTuple):
 
 
 READ = Finish()
-# Takes (B,) slots, then, of a sample, where the words are that move pictures, (1,) int64, or (); its slots, masses,
-# weights, which it fills, and minima; and the exponent of these without a schedule. Returns the fields of the rows.
+# Takes (B,) slots, then, of a sample, its slots, masses, weights, which it fills, and minima; and the exponent of these
+# without a schedule. Returns the fields of the rows.
 Gather = Callable[..., dict[str, Tensor]]
 
 

@@ -37,7 +37,7 @@ MAKING = "making a ShardedReplayBuffer"
 # messages name a call by its index here
 CALLS = (MAKING, "load", "len", "sample", "update_priorities", "stats", "clear", "save")
 # a row of the table: the head, then this many numbers, or one for each rank if there are more ranks
-_NUMBERS = 18
+_NUMBERS = 20
 # the head: the index of the call, a bit that is set if the rank failed, and a digest of the arguments of this many bits
 _DIGEST_BITS = 56
 # while some ranks read or write files the others wait in rounds: the timeout divided by 8, at most 5 seconds each
@@ -192,7 +192,7 @@ class Group:
     def agree(
         self, name: str, prepare: Callable[[], Contribution], *, late: bool = False, unread: bool = False
     ) -> Tensor:
-        """Send the first message of a call; return the numbers of all ranks, (R, max(18, R)) int64.
+        """Send the first message of a call; return the numbers of all ranks, (R, max(20, R)) int64.
 
         prepare: checks this rank's arguments; what it changes must be undone if CollectiveError is raised.
         late:    some ranks may go on without reading the table, so the text of an error is not exchanged.

@@ -12,7 +12,7 @@ from torch import Tensor
 from gpu_replay.buffer import ReplayBuffer
 from gpu_replay.fields import Field
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.draw import lowest_mass, slots_at
+from gpu_replay.ops.draw import slots_at
 from gpu_replay.ops.ring import convert
 from gpu_replay.samplers import LinearSchedule
 
@@ -72,7 +72,7 @@ class Shard(ReplayBuffer):
 
     def lowest(self) -> Tensor:
         """The smallest stored mass, an int64 scalar."""
-        return lowest_mass(self._state.masses)
+        return self._state.masses.lowest()
 
     def raise_largest(self, largest: Tensor) -> None:
         """Raise the initial mass to the largest that any rank was given, an int64 scalar."""
@@ -107,7 +107,7 @@ class Shard(ReplayBuffer):
         if not base.summed:
             return probability.min().to(torch.float64) * self.size()
         tree = self._state.masses
-        lowest = lowest_mass(tree) if base.normalizes_over_buffer else tree.masses[slots].min()
+        lowest = tree.lowest() if base.normalizes_over_buffer else tree.masses[slots].min()
         return lowest.to(torch.float64)
 
     # rows that were drawn for all ranks together

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_replay.console.errors import EXTRA, UserError, require
+from gpu_replay.console.errors import UserError, install, require
 from gpu_replay.console.seeds import stream_seed
 from gpu_replay.console.versions import cpu_cores
 from gpu_replay.training.agent import Agent, Explorer
@@ -142,7 +142,7 @@ def check_actors(actors: str) -> None:
     """Raise UserError unless `--actors` is a number or a cluster's address, and the packages it needs are installed."""
     if not re.fullmatch(r"[1-9]\d*|ray://[^/:]+:\d+", actors):
         raise UserError(f"--actors must be a number such as 4, or ray://HOST:PORT; found {actors!r}.")
-    require("ray", "zstandard", purpose="--actors", extra=EXTRA.replace("training", "training,ray"))
+    require("ray", "zstandard", purpose="--actors", extra=install("training,ray"))
 
 
 class Fleet:

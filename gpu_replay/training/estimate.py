@@ -46,8 +46,8 @@ def _stored(found: EnvironmentId, side: int) -> dict[str, Field]:
     """The fields of a step of one environment."""
     if found.kind == "gymnasium":
         # any spaces will do here, also those that the agent cannot use
-        fields = TrajectoryReplayBuffer.from_spaces(1, 1, *spaces(found.name), device="cpu").fields
-        return {name: fields[name] for name in fields if name.partition(".")[0] in ("obs", "action")}
+        buffer = TrajectoryReplayBuffer.from_spaces(1, 1, *spaces(found.name), autoreset="next_step", device="cpu")
+        return {name: buffer.fields[name] for name in buffer.fields if name.partition(".")[0] in ("obs", "action")}
     with closing(found.make(1, found.settings(CPU, frame_size=side), CPU)) as environment:
         frame = environment.spec.observation
     return {"obs": Field(frame.shape, frame.dtype), "action": Field((), torch.int64)}

@@ -143,6 +143,10 @@ class Recorder:
         """Update the bar."""
         self._bar.update(min(step, self._settings.steps) - self._bar.n)
 
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        self._bar.write(line, file=sys.stderr)
+
     def row(self, row: Row) -> None:
         """Write the row, show it beside the bar, and plot the curve if it is out of date."""
         self.rows.append(row)
@@ -167,7 +171,7 @@ class Recorder:
         if not evaluation.episodes:
             shown = f"stopped: {self._threshold:g} is out of reach"
         better = "" if best is None else ", best so far"
-        self._bar.write(f"step {step:>9,}: evaluation {shown}{better}", file=sys.stderr)
+        self.say(f"step {step:>9,}: evaluation {shown}{better}")
         if best is not None:
             self.save(best, step)
 
@@ -270,7 +274,8 @@ def closing_lines(summary: dict[str, Any], folder: Path) -> str:
     if any(folder.glob(f"{CHECKPOINT}/*/replay/manifest.json")):
         then[f"gpu-replay inspect {run}"] = "plot its replay buffer"
     width = max(map(len, then))
-    told = "\n".join(lines).format_map(summary) + f"\nwritten to {folder}\nnext:"
+    told = "\n".join(lines).format_map(summary)
+    told += f"\nwritten to {folder}: returns over steps in {CURVE}, the replay buffer in {BUFFER}\nnext:"
     return "\n  ".join([told, *(f"{command:<{width}}  # {why}" for command, why in then.items())])
 
 

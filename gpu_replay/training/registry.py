@@ -102,8 +102,9 @@ def identify(name: str) -> EnvironmentId:
     if module:
         try:
             importlib.import_module(module)
-        except ImportError as error:
-            raise UserError(f"{name!r} is of module {module!r}, which cannot be imported: {error}") from None
+        except (ImportError, SystemExit) as error:
+            why = f"it exits with {error.code}" if isinstance(error, SystemExit) else error
+            raise UserError(f"{name!r} is of module {module!r}, which cannot be imported: {why}") from None
     known = set(gymnasium.registry)
     if name_there in known:
         registered = gymnasium.registry[name_there]

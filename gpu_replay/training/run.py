@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import gpu_replay
 from gpu_replay import CheckpointError, Field, LinearSchedule, TrajectoryReplayBuffer
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.interrupt import EXIT_CODES, Stopped, StopRequest
+from gpu_replay.console.progress import telling_of_compiling
 from gpu_replay.console.seeds import stream_seed
 from gpu_replay.console.versions import device_name, versions
 from gpu_replay.training import records
@@ -236,6 +238,8 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team, max_seconds: float
         return float(earlier.get("wall_seconds", 0.0)) + time.perf_counter() - began
 
     with StopRequest() as stop, ExitStack() as stack:
+        if run_dir is not None:
+            stack.enter_context(telling_of_compiling(partial(print, file=sys.stderr, flush=True)))
         fleet = None
         if plan.actors is not None:
             # each part of a run plays new episodes; every actor has as many environments as the buffer has streams
@@ -276,6 +280,7 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team, max_seconds: float
         run_dir.write_json(SETTINGS, plan.identity | of_ranks | plan.settings.to_dict())
         recorded = (run_dir.path, environment.spec, settings, plan.seed, plan.rows, trainer.step)
         recorder = stack.enter_context(closing(Recorder(*recorded)))
+        stack.enter_context(telling_of_compiling(recorder.say))
         if evaluator.best is not None:
             # the file may hold a later network, from after the checkpoint
             recorder.save(evaluator.best.network, evaluator.best.step)

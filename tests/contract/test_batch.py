@@ -187,7 +187,7 @@ def test_no_keys_give_a_batch_of_no_rows(device: str) -> None:
         found = buffer[keys]
         assert (len(found), found.obs.shape, found.action.dtype) == (0, (0, 2, 3), torch.int64)
     fields = {"obs": Field((3,), torch.uint8, scale=0.5), "action": Field((), torch.int64)}
-    stacks = TrajectoryReplayBuffer(4, 1, fields, stack=2, device=device)
+    stacks = TrajectoryReplayBuffer(4, 1, fields, stack=2, autoreset="next_step", device=device)
     assert stacks[[]].next_obs.shape == (0, 2, 3)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,41 @@ def told(buffer: TrajectoryReplayBuffer, words: str, add: Callable[[], Any]) -> 
     assert [warning.filename for warning in seen] == [__file__]
 
 
+UNSAID = r"one environment was made without autoreset=, and takes 'next_step'.*env\.reset\(\), give .*'disabled'"
+
+
+def test_one_environment_without_autoreset_is_warned_of_where_it_is_made(device: str, tmp_path: Path) -> None:
+    spaces = gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Discrete(2)
+    makers: list[Callable[..., TrajectoryReplayBuffer]] = [
+        lambda envs, **more: TrajectoryReplayBuffer(8, envs, FRAMES, device=device, **more),
+        lambda envs, **more: TrajectoryReplayBuffer.from_spaces(8, envs, *spaces, device=device, **more),
+    ]
+    for make in makers:
+        with pytest.warns(UserWarning, match=UNSAID) as seen:
+            unsaid = make(1)
+        assert [(warning.filename, warning.lineno) for warning in seen] == [(__file__, make.__code__.co_firstlineno)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            said = make(1, autoreset="next_step")
+            assert (type(unsaid.autoreset), repr(unsaid)) == (str, repr(said))
+            make(2)
+            for mode in ("same_step", "disabled"):
+                make(1, autoreset=mode)
+            # nobody chose anew
+            unsaid.save(tmp_path / "saved")
+            TrajectoryReplayBuffer.load(tmp_path / "saved", device)
+            said.load_state_dict(unsaid.state_dict())
+            copy.deepcopy(unsaid)
+            remake, arguments = unsaid.__reduce__()
+            remake(*arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TrajectoryReplayBuffer.from_env(pendulum(5), 8, device=device)
+    assert "autoreset: 'Autoreset | AutoresetMode' = 'next_step'" in str(inspect.signature(TrajectoryReplayBuffer))
+    with pytest.raises(ValueError, match="autoreset"):
+        TrajectoryReplayBuffer(8, 1, FRAMES, autoreset=None, device=device)  # type: ignore[arg-type]
+
+
 def pendulum(steps: int) -> Any:
     return gymnasium.make("Pendulum-v1", max_episode_steps=steps)
 
@@ -63,7 +99,8 @@ def classic_loop(
 
 def test_the_classic_loop_into_a_buffer_that_expects_reset_steps_is_told(device: str) -> None:
     env = pendulum(5)
-    buffer = TrajectoryReplayBuffer.from_spaces(100, 1, env.observation_space, env.action_space, device=device)
+    spaces = env.observation_space, env.action_space
+    buffer = TrajectoryReplayBuffer.from_spaces(100, 1, *spaces, autoreset="next_step", device=device)
     told(buffer, RESETS, lambda: classic_loop(env, buffer, 6, final=False))
     classic_loop(env, buffer, 30, final=False)
     # five endings of the second loop, after whose last one nothing came, and that of the first
@@ -121,7 +158,7 @@ def step(reward: float = 0.0, *, terminated: bool = False, truncated: bool = Fal
     "odd", [step(1.0), step(float("nan")), step(terminated=True), step(truncated=True)], ids=["1", "nan", "T", "U"]
 )
 def test_a_reset_step_has_neither_reward_nor_flag(odd: dict[str, Any], device: str) -> None:
-    buffer = TrajectoryReplayBuffer(50, 1, FRAMES, device=device)
+    buffer = TrajectoryReplayBuffer(50, 1, FRAMES, autoreset="next_step", device=device)
     for given in (step(1.0), step(3.0, truncated=True), step(), step(2.0), step(terminated=True)):
         buffer.add(**given)
     buffer.begin_episodes()
@@ -145,10 +182,13 @@ def test_a_warning_that_is_an_error_stores_nothing(autoreset: Any, device: str) 
         buffer.extend(**many)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # until somebody has been told
-        for call in 2 * [lambda: buffer.add(**odd), lambda: buffer.extend(**many)]:
+        # on a device the steps are stored by then, and it is told once
+        calls: list[Callable[[], Any]] = 2 * [lambda: buffer.add(**odd), lambda: buffer.extend(**many)]
+        for call in [buffer.stats] if on_device(buffer) else calls:
             with pytest.raises(UserWarning, match=RESETS if autoreset == "next_step" else LOST):
-                buffer.stats() if on_device(buffer) else call()
+                call()
+        for _ in range(3):
+            buffer.stats()
     if not on_device(buffer):
         after = buffer.state_dict()
         assert after["counters"] == before["counters"]

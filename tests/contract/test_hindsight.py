@@ -225,7 +225,7 @@ def test_functions_of_three_see_the_other_fields_of_the_same_steps(device: str) 
         return step["action"] % 2 == 0
 
     relabel = hindsight("final", 0.5, reward_fn=compute_reward, terminated_fn=terminated_fn)
-    buffer = TrajectoryReplayBuffer(20, 1, fields, relabel=relabel, device=device, seed=3)
+    buffer = TrajectoryReplayBuffer(20, 1, fields, autoreset="next_step", relabel=relabel, device=device, seed=3)
     for number in range(12):
         step = goal_step(number, 0, fields=fields)
         buffer.add(**{name: [value] for name, value in step.items()})

@@ -117,6 +117,8 @@ def test_refused(device: str) -> None:
             ReplayMixture(buffers, shares)
     with pytest.raises(TypeError, match="number 1 is a list"):
         ReplayMixture([one, []], [0.5, 0.5])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="a list of buffers and a list of their shares; found NoneType and float"):
+        ReplayMixture(None, 0.5)  # type: ignore[arg-type]
     mixture = ReplayMixture([one, other], [0.5, 0.5])
     before = [one.masses(), other.masses()]
     for keys, priorities, source, error, words in (

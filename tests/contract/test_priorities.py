@@ -175,6 +175,10 @@ LIVES: dict[str, tuple[Any, ...]] = {
             ("..", [1, 0, 0, 70, 80, 90]),
         ],
     ),
+    "an update of a start that an ending has closed does not count": (
+        {"n_step": 3, "autoreset": "same_step"},
+        [("..U.", []), ([[1, 2, 3], [500, 600, 70]], []), ("....", [0, 0, 0, 70, 70])],
+    ),
     "an update waits for the final observation of a truncated episode": (
         {"n_step": 2},
         [("..U", [1]), ([[1, 2], [5.0, 7.0]], [1]), ([[-1, 2], [9.0, 6.0]], [1]), (".", [1, 5, 6])],

@@ -126,7 +126,9 @@ def test_a_million_steps_of_one_environment_are_stored_within_a_second() -> None
     fields = {"obs": Field((4,), torch.float32), "action": NUMBER["number"]}
     # a busy machine may be late, and the first call compiles
     for _ in range(4):
-        buffer = TrajectoryReplayBuffer(count, 1, fields, n_step=3, sampler=Proportional(), device="cpu")
+        buffer = TrajectoryReplayBuffer(
+            count, 1, fields, n_step=3, autoreset="next_step", sampler=Proportional(), device="cpu"
+        )
         began = time.perf_counter()
         buffer.extend(**steps)
         seconds.append(time.perf_counter() - began)

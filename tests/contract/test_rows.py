@@ -215,7 +215,7 @@ def guesses(path: Path) -> dict[str, tuple[Callable[[], Any], type[Exception], s
     steps = {name: ROW[name] for name in ("obs", "action")}
     rows = ReplayBuffer(9, ROW, sampler=Proportional(), device="cpu")
     rows.add(obs=torch.zeros(3, 2), action=[0, 1, 2], reward=[0.0] * 3, terminated=[False] * 3)
-    stream = TrajectoryReplayBuffer(9, 1, steps, n_step=3, device="cpu")
+    stream = TrajectoryReplayBuffer(9, 1, steps, n_step=3, autoreset="next_step", device="cpu")
     rows.save(path / "rows")
     stream.save(path / "stream")
     env: Any = gymnasium.make("CartPole-v1")

@@ -56,6 +56,14 @@ def test_nested_names_conversions_and_files(device: str, tmp_path: Any) -> None:
     assert buffer[[0, 1, 2]]["obs.x"].tolist() == [2.5, 0, 0]
 
 
+def test_values_with_gradients_are_copies(device: str) -> None:
+    buffer, hidden = filled(device), torch.ones(2, 3, requires_grad=True)
+    for rows in (hidden, hidden * 2):
+        buffer.write([5, 6], hidden=rows)
+        assert torch.equal(buffer[[5, 6]].hidden.cpu(), rows.detach())
+        assert not any(tensor.requires_grad for tensor in buffer.state_dict()["tensors"].values())
+
+
 REFUSED = {
     "unknown": ([2], {"other": [1.0]}, KeyError, r"unknown 'other'; it takes hidden, note, flag"),
     "no field": ([2], {}, ValueError, "names no field"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,19 @@ def test_fields_of_own_samplers_as_version_0_3_0_wrote_them(combined: bool, tmp_
     assert loaded.sampler.base == Tasks(parts=[1, [2]])  # type: ignore[arg-type]
     keys = buffer.sample(9).key.tolist()
     assert other.sample(9).key.tolist() == loaded.sample(9).key.tolist() == keys
+
+
+def test_a_buffer_that_shifted_images_loads_with_a_warning(tmp_path: Path) -> None:
+    path, expected = tmp_path / "steps", FOLDER / max(each.parent.name for each in KEPT) / "steps"
+    shutil.copytree(expected, path)
+    edit(path, lambda body: body["manifest"]["settings"].update(random_shift=4))
+    with pytest.warns(UserWarning, match=r"random_shift=4; .*eight lines"):
+        buffer = opened(path)
+    assert drawn(buffer) == json.loads((path / EXPECTED).read_text())
+    state = buffer.state_dict()
+    state["settings"]["random_shift"] = 1
+    with pytest.warns(UserWarning, match="random_shift=1"):
+        buffer.load_state_dict(state)
 
 
 def test_all_kinds_are_kept_and_made_as_ever(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_an_extend_reads_a_file_piece_by_piece(device: str, tmp_path: Path) -> N
     # read-only, as most are opened
     obs = np.load(tmp_path / "obs.npy", mmap_mode="r")
     fields = {"obs": Field((1024,), torch.uint8), "action": Field((), torch.float32)}
-    buffer = TrajectoryReplayBuffer(stored, 1, fields, sampler=Uniform(), device=device)
+    buffer = TrajectoryReplayBuffer(stored, 1, fields, autoreset="next_step", sampler=Uniform(), device=device)
     none, zero = np.zeros(shape[:2], np.bool_), np.zeros(shape[:2], np.float32)
     # what is loaded at first use
     buffer.extend(obs=obs[:1], action=zero[:1], reward=zero[:1], terminated=none[:1], truncated=none[:1])

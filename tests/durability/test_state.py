@@ -245,9 +245,10 @@ PARTS: dict[str, tuple[Edit, str]] = {
         for value in (None, [1])
     },
 }
-# changes after which the file is that of a buffer: of other settings, or of defaults, and what says nothing
+# changes after which the file is that of a buffer: of other settings, of defaults, or of a version that lacked a
+# counter; and what says nothing
 COULD_BE = re.compile(
-    r"more$|scale: |shape: {}|sampler: |gamma: 0|final_capacity|relabel|seed: (-|\d)|counters: \w+: 0$"
+    r"more$|scale: |shape: {}|sampler: |gamma: 0|final_capacity|relabel|seed: (-|\d)|counters: (\w+: 0$|no FLAWED)"
     r"|settings: .*\bno (?!kind|capacity|num_envs|sampler|fields|dtype|shape)|pieces: 0: .*(bytes|modified_ns)"
 )
 

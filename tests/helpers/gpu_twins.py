@@ -36,10 +36,10 @@ def distance(achieved: Tensor, desired: Tensor) -> Tensor:
     return (achieved - desired).abs().sum(-1)
 
 
-# of buffers of steps, which draw random numbers for shifts too
+# of buffers of steps
 MODES: dict[str, dict[str, Any]] = {
-    "next_step": {"autoreset": "next_step", "stack": 4, "n_step": 3, "random_shift": 1},
-    "same_step": {"autoreset": "same_step", "stack": 3, "n_step": 5, "padding": "zero", "random_shift": 1},
+    "next_step": {"autoreset": "next_step", "stack": 4, "n_step": 3},
+    "same_step": {"autoreset": "same_step", "stack": 3, "n_step": 5, "padding": "zero"},
     "few finals": {"autoreset": "disabled", "stack": 1, "n_step": 2, "final_capacity": 9},
     "goals": {"autoreset": "same_step", "relabel": Hindsight(reward_fn=distance, ratio=0.5)},
 }
@@ -72,7 +72,7 @@ class OnGpu(Twins):
         self.kind, self.rows, self.every = kind, rows, every
         self.steps = kind not in ("transitions", "pinned")
         self.draws_sequences = self.steps and kind != "goals"
-        settings = {**MODES.get(kind.replace("pinned steps", "same_step"), {}), **more}
+        settings = {"autoreset": "next_step", **MODES.get(kind.replace("pinned steps", "same_step"), {}), **more}
 
         def make(place: str) -> ReplayBuffer | TrajectoryReplayBuffer:
             named: dict[str, Any] = {"sampler": sampler, "device": place, "seed": 5}
@@ -122,6 +122,12 @@ class OnGpu(Twins):
             self.host.add(**self.given(self.host.added, "cpu"))
         self.gpu.load_state_dict(self.host.state_dict())
         return torch.full((), self.host.added, dtype=torch.int64, device="cuda")
+
+    def write(self, buffer: Any, keys: Tensor) -> None:
+        """New values of rows with these keys and, once more, with the first of them."""
+        keys = torch.cat((keys, keys[:1]))
+        values = torch.arange(len(keys), device=keys.device) + keys * 8
+        buffer.write(keys, **{"action" if self.steps else "n": values})
 
     def update_drawn(self, keys: Tensor) -> None:
         """The host's part of a step that updates what it drew."""

@@ -36,7 +36,6 @@ from gpu_replay import (
     Uniform,
 )
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 from gpu_replay.samplers import Sampler
 
@@ -101,7 +100,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "by rank": (1_000_000, SMALL, RankBased()),
     "atari": (5_000, FRAMES["atari"], PLAIN, {"stack": 4, "n_step": 3}),
     "atari to half": (100, FRAMES["atari to half"], Uniform(), {"stack": 4, **SAME_STEP}),
-    "atari to bfloat16": (100, FRAMES["atari to bfloat16"], Latest(), {"stack": 2, "random_shift": 4}),
+    "atari to bfloat16": (100, FRAMES["atari to bfloat16"], Latest(), {"stack": 2}),
     "atari to float": (100, FRAMES["atari to float"], Combined(EVERYTHING, 3), {"stack": 4, "n_step": 12, **SAME_STEP}),
     "goals": (5_000, GOALS, PLAIN, {"relabel": Hindsight(reward_fn=distances)}),
     "terminal observations": (100, VECTORS, PLAIN, {"terminal_obs": True, **SAME_STEP}),
@@ -125,7 +124,6 @@ MORE_CASES: dict[str, tuple[Any, ...]] = {
         {"relabel": Hindsight(reward_fn=distances, strategy="episode"), **SAME_STEP},
     ),
     "last goals": (100, GOALS, Latest(), {"relabel": Hindsight(reward_fn=distances, strategy="final")}),
-    "shifted bytes": (100, FRAMES["atari"], PLAIN, {"stack": 4, "n_step": 3, "random_shift": 4, **SAME_STEP}),
     "several observations": (
         *(100, {f"obs.{name}": field for name, field in ODD.items()} | {"action": Field((6,), torch.float32)}),
         *(PLAIN, {"stack": 3, "n_step": 2, **SAME_STEP}),
@@ -142,10 +140,10 @@ PART = ("classic, 3 levels, all options", "4 levels", "odd widths, uniform", "at
 # what the main target compiles by default, by kernel and buffer: every kernel, and those whose code differs most
 QUICK = (
     rf"\w+: ({PART[0]}|sums)",
-    r"(add_step|gather_windows|draw\w*|update|write)_kernel: atari: (?!.*priority)",
+    r"(add_step|gather_windows|draw\w*|update)_kernel: atari: (?!.*priority)",
     r"(add|gather)_kernel: odd widths",
     r"(draw_sequences|gather_windows)_kernel: atari to half|add_step_kernel: atari to half: step with",
-    r"(arrange|draw)_kernel: by rank|choose_goals_kernel: goals",
+    r"draw_kernel: by rank|choose_goals_kernel: goals",
 )
 KEYS = ("of hundreds", "of a thousand", "of thousands")
 # those of which many keys are updated at once, too
@@ -156,15 +154,11 @@ def made(capacity: int, fields: Any, sampler: Sampler, settings: Any = None, num
     """An empty buffer of rows, or of steps with these settings."""
     if settings is None:
         return ReplayBuffer(capacity, fields, sampler=sampler, device="cpu")
-    buffer = TrajectoryReplayBuffer(capacity, num_envs, fields, sampler=sampler, device="cpu", **settings)
+    known = {"autoreset": "next_step", "sampler": sampler, "device": "cpu", **settings}
+    buffer = TrajectoryReplayBuffer(capacity, num_envs, fields, **known)
     # launches that are not made count nothing
     buffer._counters[Counter.ELIGIBLE] = 10
     return buffer
-
-
-def zeros(buffer: Any, name: str, rows: int) -> torch.Tensor:
-    """Rows of a field."""
-    return torch.zeros((rows, *buffer.fields[name].shape), dtype=buffer.fields[name].dtype)
 
 
 def sequences_of(buffer: Any) -> dict[str, Callable[[], object]]:
@@ -189,7 +183,6 @@ def calls_of(buffer: Any, rows: int = 9) -> dict[str, Callable[[], object]]:
             "sample": lambda: buffer.sample(5),
             "sample with beta": lambda: buffer.sample(5, beta=0.5),
             "update": lambda: buffer.update_priorities(keys, priorities),
-            "write": lambda: buffer.write(keys, **rows_of(buffer, 5)),
         }
     count = buffer.num_envs
     given = rows_of(buffer, count)
@@ -201,7 +194,6 @@ def calls_of(buffer: Any, rows: int = 9) -> dict[str, Callable[[], object]]:
         # goals of sequences are not relabelled
         **({} if buffer.relabel else sequences_of(buffer)),
         "update of starts": lambda: buffer.update_priorities(keys, priorities),
-        "write of steps": lambda: buffer.write(keys, **{name: zeros(buffer, name, 5) for name in buffer.fields}),
     }
 
 
@@ -214,9 +206,6 @@ def launches_of(case: tuple[Any, ...], *, updates: bool = False) -> dict[str, li
         for call, keys in zip(KEYS, (500, 1000, 2000), strict=True) if updates else ():
             given = torch.arange(keys), torch.ones(keys)
             calls[f"update {call}"] = partial(buffer.update_priorities, *given)
-        if updates:
-            name = next(iter(buffer.fields))
-            calls["write of thousands"] = partial(buffer.write, torch.arange(2000), **{name: zeros(buffer, name, 2000)})
         for name, call in calls.items():
             launches.clear()
             call()
@@ -227,10 +216,7 @@ def launches_of(case: tuple[Any, ...], *, updates: bool = False) -> dict[str, li
 def _sums() -> dict[str, list[Launch]]:
     with recorded() as launches:
         inclusive_prefix_sum(torch.zeros(100_003, dtype=torch.int64))
-        calls = {"prefix sum": list(launches)}
-        launches.clear()
-        MassTree(70_000, torch.device("cpu"), "triton").build()
-        return calls | {"two levels of a tree": launches[:1], "the last level of a tree": launches[1:]}
+        return {"prefix sum": list(launches)}
 
 
 @cache

@@ -335,6 +335,7 @@ class StepPair(Both):
         folder: Path | None = None,
         **settings: Any,
     ) -> None:
+        settings = {"autoreset": "next_step", **settings}
         given = {"capacity": capacity, "num_envs": num_envs, "fields": fields, "sampler": sampler, "device": device}
         super().__init__(TrajectoryReplayBuffer, seed, folder, **given, **settings)
         self.fields, self.model = fields, StepModel(capacity, num_envs, sampler, seed, **settings)

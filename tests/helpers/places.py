@@ -33,8 +33,8 @@ def reached(achieved: Tensor, desired: Tensor) -> Tensor:
 
 
 STEPS: dict[str, dict[str, Any]] = {
-    "same_step": {"autoreset": "same_step", "stack": 3, "n_step": 2, "random_shift": 1},
-    "next_step": {"autoreset": "next_step", "stack": 3, "n_step": 2, "random_shift": 1},
+    "same_step": {"autoreset": "same_step", "stack": 3, "n_step": 2},
+    "next_step": {"autoreset": "next_step", "stack": 3, "n_step": 2},
     "goals": {"autoreset": "same_step", "relabel": Hindsight(reward_fn=reached, ratio=0.5)},
 }
 

@@ -267,7 +267,7 @@ REFUSALS = [
         Refusal(f"call: {words}", *one, words, on_the_host)
         for *one, words in calls(
             *(ANY, lambda b, value: b.update_priorities([max(b.added - 1, 0), 0], [2.0, value])),
-            alike(ValueError, "finite", *NOT_FINITE),
+            alike(ValueError, "finite.*loss of the learner.*stored rewards or observations", *NOT_FINITE),
         )
     ),
 ]

@@ -8,6 +8,7 @@ means anything.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import runpy
@@ -75,6 +76,10 @@ class Rehearsal(TorchFunctionMode):
             return _GETTERS[func](_on_gpu(args[0]))
         if func is Tensor.is_pinned:
             return getattr(args[0], "_pinned", False) or Driver.has(args[0])
+        if func is torch.as_tensor and hasattr(args[0], "__cuda_array_interface__"):
+            found = Driver.seen(args[0].__cuda_array_interface__)
+            vars(found).update(_on_gpu=True)
+            return found
         if func in (Tensor.numpy, Tensor.__array__) and _on_gpu(args[0]):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
         given, structure = tree_flatten((args, kwargs))
@@ -308,6 +313,18 @@ class Driver:
         """Whether a tensor lies in such memory."""
         with _plain():
             place = tensor.data_ptr()
+        return cls._holds(place)
+
+    @classmethod
+    def seen(cls, interface: dict[str, Any]) -> Tensor:
+        """Bytes of such memory, as torch sees them on the device."""
+        place, _ = interface["data"]
+        if not cls._holds(place):
+            raise RuntimeError("The specified pointer resides on host memory and is not registered")
+        return torch.frombuffer((ctypes.c_uint8 * interface["shape"][0]).from_address(place), dtype=torch.uint8)
+
+    @classmethod
+    def _holds(cls, place: int) -> bool:
         return any(address <= place < address + nbytes for address, nbytes in cls._pinned.items())
 
 

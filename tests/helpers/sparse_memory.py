@@ -21,7 +21,6 @@ from torch import Tensor
 
 from gpu_replay.base import state as base_state
 from gpu_replay.engines import storage
-from gpu_replay.ops.counters import Counter as Place
 
 # tensors from this size on, in bytes
 LARGE = 2**20
@@ -31,8 +30,6 @@ _NO_RESERVE = 0x4000
 _ROOM = 2**31
 # elements on both sides of a place that are filled
 NEAR = 4096
-# kernels whose last program does something for all, and of which programs are left out
-_TICKETED = ("arrange_kernel", "find_extreme_kernel")
 # the interpreter's operations that touch memory: positions of the addresses and of the mask
 _ACCESSES = {"create_masked_load": (0, 1), "create_masked_store": (0, 2), "create_atomic_rmw": (1, 3)}
 
@@ -158,10 +155,6 @@ def _chosen_programs(interpreter: Any, memory: SparseMemory) -> Callable[..., An
         chosen = list(memory.programs(count))
         memory.kernel = self.fn.__name__
         self.grid = (len(chosen),)
-        if memory.kernel in _TICKETED:
-            # as if the programs that are left out had come first
-            counters = arguments[self.arg_names.index("counters_ptr")]
-            counters[Place.TICKET] = count - len(chosen)
         set_dim, set_idx = builder.set_grid_dim, builder.set_grid_idx
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(builder, "set_grid_dim", lambda x, y, z: set_dim(count, y, z))

@@ -24,11 +24,9 @@ from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
 from gpu_replay import Field
-from gpu_replay.ops import priorities, rank_draw, ring
+from gpu_replay.ops import priorities
 from gpu_replay.ops.counters import Counter, HostWords, new_counters
 from gpu_replay.ops.draw import PERMUTATION_WORDS, digits_for, make_draw, permuted_ranks, targets_in
-from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.rank_draw import DeviceRanks
 
 CPU = torch.device("cpu")
 SLOTS = 2**31 - 1
@@ -64,25 +62,6 @@ def drawn_uniformly(memory: SparseMemory) -> None:
 PLACES = [0, 2**28 - 1, 2**28, 2**29 - 1, 2**29, 2**29 + 1, 2**30 - 1, 2**30, 2**30 + 1, SLOTS - 2, SLOTS - 1]
 
 
-def arranged(memory: SparseMemory) -> None:
-    tree = MassTree(SLOTS, CPU, "triton", summed=False)
-    head, skipped = 2**30, 5
-    tree.masses[PLACES] = torch.arange(1, len(PLACES) + 1)
-    ages = {(slot - head) % SLOTS: row + 1 for row, slot in enumerate(PLACES)}
-    programs = sorted({age // 2**16 for age in ages})
-    counters, sums = counters_at(4 * SLOTS + head), torch.zeros(SLOTS, dtype=torch.int64)
-    given: list[Tensor] = []
-    memory.programs = lambda count: programs
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_draw.torch, "sort", lambda codes, **_: given.append(codes))
-        made = DeviceRanks(SLOTS, 0.7, counters, sums).of(tree, skipped)
-    (codes,) = given
-    left_out = {age for age in ages if age >= SLOTS - skipped}
-    assert left_out
-    assert {age: int(codes[age]) for age in ages} == ages | dict.fromkeys(left_out, 0)
-    assert (made.listed.tolist(), int(counters[Counter.TICKET])) == ([len(ages) - len(left_out)], 0)
-
-
 def drawn_by_rank(memory: SparseMemory) -> None:
     """Ranks of mass 1 each, so that a target is a rank; only what the search of these draws looks at is there."""
     sums, ages = (torch.zeros(SLOTS, dtype=torch.int64) for _ in range(2))
@@ -115,19 +94,6 @@ def scanned(memory: SparseMemory) -> None:
     assert out[-4:].tolist() == [100, 101, 103, 106]
 
 
-def built(memory: SparseMemory) -> None:
-    tree = MassTree(SLOTS, CPU, "triton")
-    masses = {slot: row + 1 for row, slot in enumerate(PLACES)}
-    tree.masses[PLACES] = torch.tensor(list(masses.values()))
-    memory.programs = lambda count: sorted({slot * count // 2**31 for slot in PLACES})
-    tree.build()
-    for depth, level in enumerate(tree.levels):
-        nodes: dict[int, int] = {}
-        for slot, mass in masses.items():
-            nodes[slot // 32**depth] = nodes.get(slot // 32**depth, 0) + mass
-        assert {node: int(level[node]) for node in nodes} == nodes
-
-
 class Case(NamedTuple):
     """What to do, and of how many tensors of `least` bytes or more each kernel must have reached the end."""
 
@@ -139,7 +105,7 @@ class Case(NamedTuple):
 
 def of_rows(sampler: str, **more: int) -> Case:
     """Of two fields, leaves, counts of samples and stamps each kernel reaches the ends."""
-    kernels = {"add_kernel": 4, "draw_kernel": 1, "gather_kernel": 3, "update_kernel": 2, "write_kernel": 1}
+    kernels = {"add_kernel": 4, "draw_kernel": 1, "gather_kernel": 3, "update_kernel": 2}
     return Case(play_rows, kernels | more, Shifted(NUMBERS, SAMPLERS[sampler], SLOTS, 5))
 
 
@@ -165,12 +131,11 @@ BY_MASS = {"add_step_kernel": 11, "gather_windows_kernel": 7, "draw_kernel": 2, 
 BY_MASS |= {"draw_sequences_kernel": 3}
 CASES = {
     "rows by mass": of_rows("proportional"),
-    "rows, all options": of_rows("annealed", find_extreme_kernel=1),
     "many keys at once": of_rows("independent", last_wins_kernel=1),
     "frames at the end": Case(
         *(
             play_rows,
-            {"add_kernel": 1, "gather_kernel": 1, "write_kernel": 1},
+            {"add_kernel": 1, "gather_kernel": 1},
             Shifted(FRAME, SAMPLERS["latest"], FRAMES, 5),
         )
     ),
@@ -179,23 +144,20 @@ CASES = {
     "goals": of_steps("combined", GOALS | ACTION, WITH_GOALS, settings=RELABEL),
     "goals of one": of_steps("proportional", GOALS | ACTION, WITH_GOALS | {"update_kernel": 2}, 1, settings=RELABEL),
     "rows": Case(drawn_uniformly, {}),
-    "order of ranks": Case(arranged, {"arrange_kernel": 1}),
     "rows by rank": Case(drawn_by_rank, {"draw_kernel": 1}),
     "sums": Case(scanned, {"sum_parts_kernel": 1, "scan_parts_kernel": 2}),
-    "tree": Case(built, {"block_sums_kernel": 1}),
 }
 here = pytest.mark.skipif(not INTERPRETED or sys.platform != "linux", reason="interpreted, on Linux's memory maps")
 
 
 def play(name: str, memory: SparseMemory) -> None:
     case = CASES[name]
-    # the rows, and the first and last of the blocks of a tree whose extremes are looked up
+    # the rows
     memory.programs = lambda count: sorted({*range(count)[:4], *range(count)[-4:]})
     with pytest.MonkeyPatch.context() as patch:
         if name == "many keys at once":
             # as for more keys than one program takes
             patch.setattr(priorities, "keys_together", lambda batch, interpreted: 0)
-            patch.setattr(ring, "_FOUND_AT_ONCE", 0)
         if case.buffers:
             memory.places = (0, 1 - case.buffers.head / case.buffers.large, 1)
         case.play(case.buffers or memory)
@@ -214,8 +176,7 @@ def test_kernels_reach_all_of_the_largest_ring(name: str) -> None:
 
 
 def test_every_kernel_reaches_the_end_of_something() -> None:
-    # one reads keys alone, and writes as many slots
-    assert {kernel for case in CASES.values() for kernel in case.reached} == every_kernel() - {"find_slots_kernel"}
+    assert {kernel for case in CASES.values() for kernel in case.reached} == every_kernel()
 
 
 @here

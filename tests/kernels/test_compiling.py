@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,13 +20,15 @@ from gpu_replay.loops.compiling import compiler
 from gpu_replay.loops.constants import Counter
 
 LOOPS = Path(__file__).resolve().parents[2] / "gpu_replay" / "loops"
-# the lowest mass of nothing is a number that the loop takes from another file
+# the mass before a slot depends on a number that the loop takes from another file
 LOWEST = """
 import numpy as np, sys
 from gpu_replay.loops import tree
-nothing = np.zeros(0, dtype=np.int64)
+masses, starts = np.arange(64), np.array([0, 32, 64])
 """
-PRINT = "loop = tree.lowest.compiled()\nprint(loop(nothing, nothing))\n"
+PRINT = "loop = tree.mass_before.compiled()\nprint(loop(masses, starts, 20))\n"
+# with nodes of 16 children, and as if of 32
+BEFORE, AFTER = str(16 + 17 + 18 + 19 + 32), str(sum(range(20)))
 HITS = "print(sum(loop.stats.cache_hits.values()))\n"
 
 needs_numba = pytest.mark.skipif(compiler() is None, reason="Numba is not installed, or told not to compile")
@@ -57,7 +60,7 @@ def change(package: Path) -> None:
     """Another number in a file of the same length and times."""
     file = package / "gpu_replay" / "loops" / "constants.py"
     before, times = file.read_text(), file.stat()
-    file.write_text(before.replace("NO_MASS = 2**63 - 1", "NO_MASS = 2**62 - 1"))
+    file.write_text(before.replace("\nSHIFT = 4\n", "\nSHIFT = 5\n"))
     assert file.read_text() != before
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert file.stat().st_size == times.st_size
@@ -72,17 +75,17 @@ def test_machine_code_of_other_sources_is_never_run(package: Path) -> None:
     assert waiting.stdout.readline() == "loaded\n"
     change(package)
     out, _ = waiting.communicate("\n", timeout=120)
-    assert out.split() == [str(2**63 - 1)]
-    assert printed(package, PRINT + HITS) == [str(2**62 - 1), "0"]
-    assert printed(package, PRINT + HITS) == [str(2**62 - 1), "1"]
+    assert out.split() == [BEFORE]
+    assert printed(package, PRINT + HITS) == [AFTER, "0"]
+    assert printed(package, PRINT + HITS) == [AFTER, "1"]
     kept = list(package.rglob("*.nbi"))
     assert kept
     for index in kept:
         # as a power cut leaves it
         index.write_bytes(b"")
-    assert printed(package, PRINT) == [str(2**62 - 1)]
+    assert printed(package, PRINT) == [AFTER]
     printed(package, PRINT)
-    assert printed(package, PRINT + HITS) == [str(2**62 - 1), "1"]
+    assert printed(package, PRINT + HITS) == [AFTER, "1"]
 
 
 @needs_numba
@@ -91,9 +94,9 @@ def test_a_cache_that_cannot_be_written_costs_no_call(package: Path) -> None:
     full = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     full += "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
     pipe = "sys.stdout.flush()\n"
-    assert printed(package, full + PRINT + pipe) == [str(2**63 - 1)]
+    assert printed(package, full + PRINT + pipe) == [BEFORE]
     (package / "file").touch()
-    assert printed(package, PRINT, NUMBA_CACHE_DIR=str(package / "file")) == [str(2**63 - 1)]
+    assert printed(package, PRINT, NUMBA_CACHE_DIR=str(package / "file")) == [BEFORE]
 
 
 @needs_numba
@@ -115,15 +118,15 @@ for delay in (0.02, 0.2, 1.0):
         raised += 1
 print(raised > 0)
 """
-    assert printed(package, program + PRINT) == ["True", str(2**63 - 1)]
+    assert printed(package, program + PRINT) == ["True", BEFORE]
 
 
 @pytest.mark.parametrize("way", ["told", "missing"])
 def test_loops_run_as_they_are_where_nothing_compiles(package: Path, way: str) -> None:
     environment = {"NUMBA_DISABLE_JIT": "1"} if way == "told" else {}
     missing = "sys.modules['numba'] = None\n" if way == "missing" else ""
-    assert printed(package, missing + PRINT + "print(loop is tree.lowest.function)\n", **environment) == [
-        str(2**63 - 1),
+    assert printed(package, missing + PRINT + "print(loop is tree.mass_before.function)\n", **environment) == [
+        BEFORE,
         "True",
     ]
 
@@ -134,28 +137,23 @@ def test_loops_as_python_do_what_compiled_ones_do() -> None:
     starts = np.array([0, 320, 352], dtype=np.int64)
     both = []
     masses = random.integers(0, 2**40, 300) * (random.random(300) < 0.7)
-    # where masses wait until their step can be drawn: nowhere
-    nowhere = [np.zeros(0, each) for each in (np.int64, np.uint8, np.int32, np.int64)]
     doubles, keys, powers = random.random(40), random.integers(280, 700, 60), np.exp2(random.uniform(-25, 21, 60))
+    # everything stored can be drawn
+    stream = tuple(np.zeros(0, dtype) for dtype in (np.int64, np.uint8, np.int32, np.int64))
     for ready in (lambda each: each.compiled(), lambda each: each.function):
-        flat, low, high = np.zeros(352, np.int64), np.zeros(20, np.int64), np.zeros(20, np.int64)
-        changed_slots, counters = np.zeros(31, np.int64), np.zeros(17, np.int64)
+        flat, changed_slots = np.zeros(352, np.int64), np.zeros(31, np.int64)
+        counters = np.zeros(Counter.COUNT, np.int64)
         flat[:300] = masses
+        flat[320:339] = flat[:304].reshape(-1, 16).sum(1)
         counters[Counter.FIRST], counters[Counter.ADDED] = 300, 600
-        ready(tree.build)(flat, starts, low, high)
         slots, probability, ratio = np.zeros(40, np.int64), np.zeros(40, np.float32), np.zeros(40)
-        known = flat, starts, low, doubles, True, True, 7, int(masses.sum()) - 9, int(masses.sum())
+        known = flat, starts, doubles, True, True, 7, int(masses.sum()) - 9, int(masses.sum())
         ready(tree.draw)(*known, slots, probability, ratio)
         for ordered in (True, False):
-            settings = ordered, 2**40, 300, counters, flat, starts, low, high, changed_slots, *nowhere
+            settings = ordered, 2**40, 300, counters, flat, starts, changed_slots, *stream
             ready(tree.update)(keys, powers.copy(), *settings)
-        found = (
-            ready(tree.lowest)(flat, low),
-            ready(tree.mass_before)(flat, starts, 77),
-        )
-        both.append(
-            [each.tolist() for each in (flat, low, high, changed_slots, counters, slots, probability, ratio)] + [*found]
-        )
+        found = ready(tree.total)(flat, starts), ready(tree.mass_before)(flat, starts, 77)
+        both.append([each.tolist() for each in (flat, changed_slots, counters, slots, probability, ratio)] + [*found])
     assert both[0] == both[1]
 
 
@@ -173,3 +171,35 @@ def test_an_interrupt_leaves_no_lock_held() -> None:
             return interrupt_everywhere(ready, [ready], range)
 
     assert in_a_child(work) > 20
+
+
+TOLD = """
+import sys, warnings
+sys.modules["numba"] = None
+import torch
+from gpu_replay import Field, ReplayBuffer, TrajectoryReplayBuffer
+warnings.simplefilter(sys.argv[1])
+fields = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
+makers = [lambda: ReplayBuffer(4, fields, device="cpu"), lambda: TrajectoryReplayBuffer(4, 2, fields, device="cpu")]
+for make in (*makers, *makers):
+    try:
+        make()
+    except UserWarning as warning:
+        print("raised", warning)
+"""
+
+
+@pytest.mark.parametrize("way", ["always", "error", "told not to compile"])
+def test_a_process_without_numba_is_told_once_what_it_costs(way: str) -> None:
+    root = str(LOOPS.parents[1])
+    known = {name: value for name, value in os.environ.items() if not name.startswith(("NUMBA", "GPU_REPLAY"))}
+    known |= {"PYTHONPATH": root} | ({"NUMBA_DISABLE_JIT": "1"} if way.startswith("told") else {})
+    command = [sys.executable, "-c", TOLD, "error" if way.startswith("told") else way]
+    done = subprocess.run(command, capture_output=True, text=True, env=known, cwd=root, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = {"always": done.stderr, "error": done.stdout, "told not to compile": "Numba"}[way]
+    assert (said + done.stdout + done.stderr).count("Numba") == (1 if way.startswith("told") else 2)
+    if way == "always":
+        assert "<string>:8: UserWarning: Numba is not installed" in said
+    if way != "told not to compile":
+        assert re.search(r"20 to 300 times slower\. Run: pip install .*\[cpu\]", said)

@@ -13,7 +13,7 @@ from gpu_replay.kernels import random as permutation_of_kernels
 from gpu_replay.ops import draw as uniform_draw
 from gpu_replay.ops.counters import LASTING, NO_KEY, NO_MASS, Counter
 from gpu_replay.ops.eligibility import Flag
-from gpu_replay.ops.mass_tree import DIRTY, extremes_block_for, fanout_for
+from gpu_replay.ops.mass_tree import fanout_for
 
 # what checkpoints of earlier versions hold
 SAVED = {
@@ -51,14 +51,13 @@ def constants(space: Any) -> dict[str, int]:
 
 
 def test_kernels_have_the_same_numbers() -> None:
-    host = constants(Counter) | constants(Flag) | {"NO_MASS": NO_MASS, "NO_KEY": NO_KEY, "DIRTY": DIRTY}
+    host = constants(Counter) | constants(Flag) | {"NO_MASS": NO_MASS, "NO_KEY": NO_KEY}
     fanout = fanout_for("triton")
     host |= {
         "BASE": uniform_draw.BASE,
         "REDRAWS": uniform_draw.REDRAWS,
         "FANOUT": fanout,
         "SHIFT": fanout.bit_length() - 1,
-        "EDGE": extremes_block_for("triton"),
     }
     del host["COUNT"]
     assert constants(of_kernels) == host

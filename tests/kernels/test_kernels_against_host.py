@@ -17,7 +17,6 @@ import triton.language as tl
 from devices import thinned
 from guards import Guards
 from interpreted import kernel_device as kernel_device
-from launches import use_sizes_of_a_gpu
 from programs import SAMPLERS
 from tolerances import close
 from trees import random_masses
@@ -49,7 +48,7 @@ class Drawn(Twins):
         def make(place: str) -> Any:
             settings = {"sampler": sampler, "device": place, "seed": 9}
             if envs:
-                return TrajectoryReplayBuffer(self.slots, envs, STEPS, **settings)
+                return TrajectoryReplayBuffer(self.slots, envs, STEPS, autoreset="next_step", **settings)
             return ReplayBuffer(self.slots, NUMBER, **settings)
 
         super().__init__(make, device)
@@ -168,16 +167,6 @@ def test_the_largest_code_comes_first_and_equal_ones_by_age(slots: int, device: 
         both.compare(both.eligible)
         for skipped in {0, 1, slots // 3} - {slots}:
             both.compare_within(2 * slots, skipped)
-
-
-@pytest.mark.parametrize("stored", [1, 1023, 1024, 1025, 2048, 2999, 3000])
-def test_programs_count_together_what_can_be_drawn(stored: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_sizes_of_a_gpu(monkeypatch)
-    codes = np.zeros(3000, dtype=np.int64)
-    codes[np.random.default_rng(stored).permutation(3000)[:stored]] = 9
-    both = Drawn(device, SAMPLERS["combined-rank"], codes, 4234)
-    for batch in (9, 35):
-        both.compare(batch)
 
 
 def test_a_list_is_sorted_anew_after_each_change_and_in_every_graph(device: str) -> None:

@@ -122,6 +122,27 @@ def test_programs_with_more_steps_or_environments_than_a_program_sees_at_once(
         assert host.stats().eligible > 0
 
 
+def test_truncated_episodes_take_places_as_on_the_host(device: str, tmp_path: Path) -> None:
+    """Many endings of both kinds, and few places for their final observations."""
+    draw = random.Random("places")
+    endings = ["".join(draw.choice("TTU..") for _ in range(9)) for _ in range(12)]
+    calls = [each for step in endings for each in (("steps", [step], True, None), ("sample", 9, None))]
+    settings = {
+        "capacity": 45,
+        "num_envs": 9,
+        "stack": 2,
+        "n_step": 2,
+        "autoreset": "same_step",
+        "fields": 0,
+        "seed": 7,
+    }
+    settings |= {"final_capacity": 7, "terminal_obs": True, "sampler": "proportional"}
+    with guarded():
+        host, _ = play(Program("steps", settings, calls), device, tmp_path)
+        # more than one step has: some were taken away
+        assert host.stats().lost_terminal_obs > sum(step.count("T") for step in endings) - 5 * 7
+
+
 @pytest.mark.parametrize("turn", [3, 4])
 def test_programs_in_rings_as_short_as_a_stack(turn: int, device: str, tmp_path: Path) -> None:
     draw = random.Random(turn)
@@ -304,6 +325,7 @@ def test_an_extreme_that_an_interrupted_call_found_is_not_read(kind: str, device
 
 def with_goals(device: str, num_envs: int, steps: int, fields: Any = GOALS, **settings: Any) -> Twins:
     """Buffers with goals that have lived through some steps."""
+    settings = {"autoreset": "next_step", **settings}
     both = Twins(
         lambda place: TrajectoryReplayBuffer(num_envs * steps, num_envs, fields, device=place, seed=5, **settings),
         device,

@@ -86,12 +86,11 @@ class Ring:
 
     def give(self, slots: list[int], code: int | None = None) -> None:
         """Give these slots a code, as loops do."""
-        nothing = np.zeros(0, dtype=np.int64)
         for slot in slots:
             given = self.code() if code is None else code
             if given != self.codes[slot]:
                 self.codes[slot] = given
-                tree.mark_changed(nothing, nothing, self.order.changed_slots, slot, slot + 1)
+                tree.mark_changed(self.order.changed_slots, slot, slot + 1)
 
     def add(self, count: int, code: int | None = None) -> None:
         """New keys, some of which may push out others that were new."""

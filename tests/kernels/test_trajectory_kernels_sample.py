@@ -19,7 +19,7 @@ from launches import use_sizes_of_a_gpu
 from programs import SAMPLERS
 from twins import FIELDS, Twins, check_batches, values_of
 
-from gpu_replay import Batch, Field, Latest, Proportional, TrajectoryReplayBuffer
+from gpu_replay import Batch, Field, Latest, TrajectoryReplayBuffer
 from gpu_replay.ops import frame_tiles
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag
@@ -38,7 +38,7 @@ class Streams(Twins):
         self, device: str, fields: Mapping[str, Field], sizes: Sizes = (3, 12, 40), end: float = 0.2, **settings: Any
     ) -> None:
         envs, steps, played = sizes
-        known = {"sampler": Latest(), "seed": 3, **settings}
+        known = {"autoreset": "next_step", "sampler": Latest(), "seed": 3, **settings}
         super().__init__(
             lambda place: TrajectoryReplayBuffer(envs * steps, envs, fields, device=place, **known), device
         )
@@ -145,21 +145,9 @@ def test_several_observations_and_other_fields(mode: str, device: str, guards: G
         "done": Field((), torch.bool),
         "obs.number": Field((), torch.int64),
     }
-    streams = Streams(device, fields, stack=2, n_step=3, random_shift=2, **MODES[mode])
+    streams = Streams(device, fields, stack=2, n_step=3, **MODES[mode])
     streams.compare()
     streams.compare(4)
-
-
-@thinned(
-    "field, most",
-    [Field((5, 6), torch.uint8), Field((3, 9, 4), torch.uint8, torch.float32, 1 / 255), Field((1, 1), torch.int32)],
-    [1, 7],
-)
-def test_random_shifts(field: Field, most: int, device: str, guards: Guards) -> None:
-    for stack, mode in ((1, "same_step, zeros"), (3, "next_step")):
-        streams = Streams(device, {"obs": field, **ACTION}, stack=stack, random_shift=most, **MODES[mode])
-        streams.compare()
-        streams.compare(2)
 
 
 @thinned("mode, stack, length", MODES, [1, 4], [1, 7, 20])
@@ -208,18 +196,6 @@ def test_the_newest_sequences_that_fit_may_begin_many_rows_back(device: str, gua
     expected, found = streams.call("sample_sequences", 3, 4, strict=True)
     check_batches(found, expected)
     assert found.key.tolist() == [5 * 70 - 3, 5 * 70 - 2, 5 * 70 - 1]
-
-
-def test_the_launch_that_weighs_shifts_pictures_as_one_that_does_not(
-    device: str, guards: Guards, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It moves the random stream on, by programs that run before those that look up their words."""
-    use_sizes_of_a_gpu(monkeypatch)
-    sampler = Proportional(alpha=1.0, beta=0.5, eps=0.0)
-    streams = Streams(device, {"obs": Field((5, 6), torch.uint8), **ACTION}, stack=2, random_shift=2, sampler=sampler)
-    for length in (None, 1, 3):
-        keys = streams.compare(length).key[::3]
-        streams.update(keys, torch.full(keys.shape, 8.0))
 
 
 def test_what_means_nothing_is_still_read_inside(device: str, guards: Guards) -> None:

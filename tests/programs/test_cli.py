@@ -22,6 +22,7 @@ import torch
 from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, __version__
 from gpu_replay.cli import main
 from gpu_replay.console.sizes import SAMPLERS
+from gpu_replay.ops.advice import install
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +94,7 @@ train catch --network nature => --network nature needs images
 train catch --device cpu --capacity 2e9 => the buffer needs | Lower --capacity
 study cliffwalk --states-max 21 --output new => must be 2 to 20
 train no_such_module:Maze-v0 => cannot be imported: No module named 'no_such_module'
+train stops:Maze-v0 => 'stops', which cannot be imported: it exits with 3
 train CartPoel-v1 => unknown environment 'CartPoel-v1'. Did you mean CartPole-v1
 train Pendulum-v1 => actions Box | needs Discrete ones
 train catch --output {here}/file/run => cannot be written: Not a directory
@@ -158,6 +160,8 @@ def test_bad_input_is_one_line_and_exit_2_and_leaves_nothing(
     monkeypatch.setattr("gpu_replay.cli.TESTS", tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("in the way")
+    (tmp_path / "stops.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "other").mkdir()
     save_file({"weight": torch.zeros(2)}, tmp_path / "other" / "network.safetensors")
     ReplayBuffer(1, {"x": Field((), torch.bool)}, device="cpu").save(tmp_path / "saved")
@@ -360,7 +364,8 @@ def test_estimate_counts_frames_stacks_and_what_the_trainer_takes(arguments: str
     assert {name: found[name] for name in ESTIMATES[arguments]} == ESTIMATES[arguments]
     assert ("next_obs" in found) == ("next_obs" in ESTIMATES[arguments])
     if "--stack 4 --frame-size" in arguments:
-        frames = TrajectoryReplayBuffer(20_000, 1, {**FRAMES, "action": Field((), torch.int64)}, **CPU)
+        fields = {**FRAMES, "action": Field((), torch.int64)}
+        frames = TrajectoryReplayBuffer(20_000, 1, fields, autoreset="next_step", **CPU)
         # the smaller form comes first; counters do not grow with the capacity
         first = re.search(r"^each frame stored once, TrajectoryReplayBuffer: ([\d,]+) bytes", out, re.MULTILINE)
         assert int(first[1].replace(",", "")) == pytest.approx(frames.nbytes, rel=1e-3)  # type: ignore[index]
@@ -385,7 +390,28 @@ def test_estimate_says_how_many_final_observations_are_kept(capsys: Capture) -> 
     assert found["final_obs"] == 2_000 * 84 * 84
 
 
+@pytest.mark.parametrize("more", ["", "--storage-device cpu"])
+def test_estimate_for_a_gpu_that_is_not_here(more: str, capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = f"1e6 --field obs=84x84:uint8 --field action=int64 --num-envs 64 --device cuda {more}"
+    assert main(["estimate", "--capacity", *arguments.split()]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  obs +7,056,000,000 bytes", out, re.MULTILINE)
+    assert out.splitlines()[-1] == "not checked: whether it fits on cuda, since torch finds no CUDA device here"
+    # host memory is there
+    assert ("GB are free in pinned host memory" in out) == bool(more)
+    assert "free on cuda" not in out
+
+
 # the rest
+
+
+def test_advice_is_for_the_clone_that_runs_or_for_a_wheel(tmp_path: Path) -> None:
+    assert install("training") == 'pip install -e ".[training]" in the clone'
+    program = "from gpu_replay.ops.advice import install; print(install('training,ray'))"
+    shutil.copytree(ROOT / "gpu_replay", tmp_path / "gpu_replay", ignore=shutil.ignore_patterns("__pycache__"))
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == 'pip install "gpu-replay[training,ray]"\n'
 
 
 def test_info_names_versions_devices_and_code(capsys: Capture) -> None:

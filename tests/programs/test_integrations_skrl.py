@@ -80,6 +80,26 @@ def test_samples_are_what_its_own_memory_holds(envs: int, count: int, resets: bo
     assert key.max() < (count - 1) * envs
 
 
+@pytest.mark.parametrize("length", [1, 3])
+def test_without_replacement_a_batch_has_no_row_twice_as_there(length: int) -> None:
+    ours, theirs = (made(6, 2, kind, replacement=False) for kind in (ReplayMemory, RandomMemory))
+    for count, step in enumerate(steps_of(10, 2, True), 1):
+        ours.add_samples(**step)
+        theirs.add_samples(**step)
+        if count < length + 2:
+            continue
+        for asked in (2, 100):
+            (found,), (wanted,) = (
+                memory.sample(["observations"], batch_size=asked, sequence_length=length) for memory in (ours, theirs)
+            )
+            rows = [tuple(row) for row in found[0][::length].tolist()]
+            assert len(rows) == len({*rows})
+            # the newest step is sampled once another one follows
+            assert min(asked, len(wanted) // length - 2) <= len(rows) <= asked
+    with pytest.raises(ValueError, match="replacement=False is of uniform draws"):
+        made(6, 2, replacement=False, sampler=Proportional())
+
+
 def test_mini_batches_share_the_rows() -> None:
     ours = made(32, 4)
     for step in steps_of(20, 4, True):

@@ -254,3 +254,28 @@ def test_flashsac_can_sample_once_there_is_a_window() -> None:
         ready.append(buffer.can_sample())
     assert ready == [False, False, False, True, True, True]
     assert len(buffer.sample()["reward"]) == 8
+
+
+def test_flashsac_samples_while_it_can() -> None:
+    space = gymnasium.spaces.Box(-1, 1, (1, 3))
+    buffer = TorchUniformBuffer(space, space, 3, GAMMA, 12, 12, 4, "cpu")
+    with pytest.raises(RuntimeError, match="holds no observations"):
+        buffer.get_observations()
+    row = np.zeros((1, 3), np.float32)
+    given: dict[str, Any] = dict.fromkeys(("observation", "action", "next_observation"), row)
+    given |= dict.fromkeys(("reward", "terminated", "truncated"), np.zeros(1))
+    ready = []
+    for step in range(24):
+        if step == 2:
+            # the first two steps begin no window
+            buffer.begin_episodes()
+        buffer.add(given)
+        ready.append(buffer.can_sample())
+        if ready[-1]:
+            assert len(buffer.sample()["reward"]) == 4
+        else:
+            with pytest.raises(RuntimeError, match=f"{max(0, step - 4)} windows.*min_length=9.*Add more"):
+                buffer.sample()
+    # a full ring of 12 steps has 9 windows of 3
+    assert ready == [False] * 13 + [True] * 11
+    assert buffer.get_observations().shape == (12, 3)

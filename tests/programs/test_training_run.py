@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -146,6 +149,8 @@ def test_a_run_ends_with_what_to_do_next_and_says_no_nan(capsys: pytest.CaptureF
         True,
         False,
     )
+    assert "\nwritten to" in out
+    assert ": returns over steps in curve.png, the replay buffer in buffer.png\n" in out
     assert out.endswith(
         f"next:\n  gpu-replay play '{short}'     # record a video of its network\n"
         f"  gpu-replay inspect '{short}'  # plot its replay buffer\n"
@@ -154,6 +159,20 @@ def test_a_run_ends_with_what_to_do_next_and_says_no_nan(capsys: pytest.CaptureF
     *_, resume, play = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
     assert resume.startswith(f"gpu-replay train --resume --output {tmp_path / 'cut'} #")
     assert play.startswith(f"gpu-replay play {tmp_path / 'cut'} #")
+
+
+def test_a_first_run_says_that_it_compiles_before_its_bar(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gpu_replay", "train", "catch", "--device", "cpu", "--steps", "16", "--output"]
+    pytest.importorskip("numba")
+    others = ("GPU_REPLAY", "NUMBA_DISABLE_JIT")
+    known = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    known["NUMBA_CACHE_DIR"] = str(tmp_path / "compiled")
+    said = []
+    for name in ("first", "second"):
+        done = subprocess.run([*command, str(tmp_path / name)], capture_output=True, text=True, env=known, timeout=300)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stderr.partition("%|")[0])
+    assert ["gpu_replay compiles its loops for this machine, once" in each for each in said] == [True, False]
 
 
 @pytest.mark.gpu

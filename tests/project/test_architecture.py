@@ -41,6 +41,14 @@ LAYERS = (
 RANK = {name: len(LAYERS) - depth for depth, names in enumerate(LAYERS) for name in names}
 # the programs do not know of one another, nor does the core know of them
 PROGRAMS = ("study", "training", "bench", "integrations", "examples")
+# What is said in a loop and in a kernel: the operations of every step, and what they share. All else is written once,
+# in torch or NumPy, for every device; it gets a file here with a record that says what that saves, and whom.
+# (loops/ranks is the host's order; the scan of kernels/prefix_sum says there why it stays)
+HOT = {
+    "loops": {"compiling", "constants", "goals", "random", "ranks", "ring", "steps", "tree", "windows"},
+    "kernels": {"constants", "division", "draw", "goals", "prefix_sum", "priorities", "random", "ranks", "ring"}
+    | {"steps", "tree", "weights", "windows"},
+}
 LEAVES = {"kernels": {"triton", "__future__"}, "loops": {"numba", "numpy", *sys.stdlib_module_names}}
 
 
@@ -145,7 +153,18 @@ def test_imports_point_one_way_in_a_small_graph_without_a_cycle() -> None:
     assert len(rooms) <= MOST_ARROWS < len(files)
 
 
-def test_two_variables_are_read() -> None:
+def test_only_what_is_hot_has_loops_and_kernels_and_all_of_them_are_called() -> None:
+    modules, found, used = sources(ROOT), {}, set()
+    for name, path in modules.items():
+        if room(name) in HOT:
+            found.setdefault(room(name), set()).update({path.stem} - {"__init__"})
+        if room(name) not in PROGRAMS:
+            used |= imports(name, path, modules)
+    assert found == HOT
+    assert {f"{PACKAGE}.{folder}.{name}" for folder, names in HOT.items() for name in names} <= used
+
+
+def test_two_variables_are_read_and_one_of_numba() -> None:
     """All that touches the environment is `os.environ.get(VARIABLE, ...)`; benchmarks may do more."""
     for module, path in sources(ROOT).items():
         if room(module) != "bench":
@@ -153,6 +172,7 @@ def test_two_variables_are_read() -> None:
             assert not re.search(r"\b(environb?|getenvb?)\b", others), module
     assert importlib.import_module("gpu_replay.ops._backend").VARIABLE == "GPU_REPLAY_BACKEND"
     assert importlib.import_module("gpu_replay.ops.launch").VARIABLE == "GPU_REPLAY_PLAIN_LAUNCH"
+    assert importlib.import_module("gpu_replay.loops.compiling").VARIABLE == "NUMBA_DISABLE_JIT"
 
 
 def test_every_file_says_why_it_exists_and_no_assert_stands_in_for_an_error_message() -> None:

@@ -9,6 +9,9 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -123,6 +126,27 @@ def test_the_changes_run(name: str) -> None:
     names["steps"] = [image | dict.fromkeys(("terminated", "truncated", "is_first"), no)] * 80
     exec(code, names)
     assert {"model", "memory", "data", "TorchUniformBuffer"} & names.keys() or len(names["batch"])
+
+
+def test_the_recipe_shifts_each_image_by_any_move_and_repeats_its_edges() -> None:
+    names: dict[str, Any] = {}
+    with redirect_stdout(StringIO()):
+        exec(block((ROOT / "docs" / "guide.md").read_text(), "python", "## Random shifts of images"), names)
+    most, seen = 2, Counter()
+    moves = [(down, right) for down in range(2 * most + 1) for right in range(2 * most + 1)]
+    torch.manual_seed(0)
+    for shape, dtype in (((6, 9), torch.uint8), ((3, 7, 5), torch.float16), ((2, 4, 5, 6), torch.float32)):
+        images = torch.randint(0, 256, (200, *shape)).to(dtype)
+        shifted, (height, width) = names["shifted"](images, most), shape[-2:]
+        assert (shifted.shape, shifted.dtype) == (images.shape, dtype)
+        padded = np.pad(images.numpy(), [(0, 0)] * (images.dim() - 2) + [(most, most)] * 2, mode="edge")
+        for row, image in enumerate(shifted.numpy()):
+            crops = {at: padded[row, ..., at[0] : at[0] + height, at[1] : at[1] + width] for at in moves}
+            (found,) = [move for move, crop in crops.items() if np.array_equal(crop, image)]
+            seen[found] += 1
+    # of 24 expected each; that one is outside has a chance of 1e-5
+    assert len(seen) == len(moves)
+    assert all(4 <= count <= 60 for count in seen.values())
 
 
 def test_the_commands_name_extras_and_files_that_there_are() -> None:
