@@ -22,15 +22,14 @@ class Batch:
     snapshot: later calls of the buffer do not change it. It is registered as a torch pytree.
     """
 
-    __slots__ = ("_tensors",)
-
-    # annotated for type checkers; `__getattr__` finds these names like all others
+    # annotated for type checkers
     key: Tensor
     probability: Tensor
     weight: Tensor
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
+        # the tensors are its attributes
+        self.__dict__ = tensors
 
     @overload
     def __getitem__(self, name: str) -> Any: ...
@@ -41,19 +40,19 @@ class Batch:
     def __getitem__(self, name: Any) -> Any:
         if not isinstance(name, str):
             rows = name if isinstance(name, slice) else _row_index(name)
-            return Batch({each: tensor[rows] for each, tensor in self._tensors.items()})
+            return Batch({each: tensor[rows] for each, tensor in self.__dict__.items()})
         try:
-            return self._tensors[name]
+            return self.__dict__[name]
         except KeyError:
             prefix = f"{name}."
-            group = {k.removeprefix(prefix): v for k, v in self._tensors.items() if k.startswith(prefix)}
+            group = {k.removeprefix(prefix): v for k, v in self.__dict__.items() if k.startswith(prefix)}
             if group:
                 return Batch(group)
-            raise KeyError(f"batch has no {name!r}; it has {', '.join(self._tensors)}.") from None
+            raise KeyError(f"batch has no {name!r}; it has {', '.join(self.__dict__)}.") from None
 
     def __getattr__(self, name: str) -> Any:
-        # unpickling and copying probe for attributes before `_tensors` is there
-        if name.startswith("__") or name == "_tensors":
+        # a group, or nothing
+        if name.startswith("__"):
             raise AttributeError(name)
         try:
             return self[name]
@@ -62,31 +61,31 @@ class Batch:
 
     def __dir__(self) -> list[str]:
         """Attributes, fields and groups of fields."""
-        return [*super().__dir__(), *dict.fromkeys(name.split(".")[0] for name in self._tensors)]
+        return sorted({name.split(".")[0] for name in super().__dir__()})
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
-        return iter(self._tensors)
+        return iter(self.__dict__)
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a tensor of this name; groups of names do not count."""
-        return name in self._tensors
+        return name in self.__dict__
 
     def __len__(self) -> int:
         """Rows, `B`."""
-        return next(iter(self._tensors.values())).shape[0]
+        return next(iter(self.__dict__.values())).shape[0]
 
     def keys(self) -> KeysView[str]:
         """The names."""
-        return self._tensors.keys()
+        return self.__dict__.keys()
 
     def values(self) -> ValuesView[Tensor]:
         """The tensors."""
-        return self._tensors.values()
+        return self.__dict__.values()
 
     def items(self) -> ItemsView[str, Tensor]:
         """Names and tensors."""
-        return self._tensors.items()
+        return self.__dict__.items()
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
         """Move the batch to another device. TypeError for a dtype: cast single tensors, `batch.obs.float()`."""
@@ -94,11 +93,11 @@ class Batch:
             raise TypeError(
                 f"Batch.to moves a batch to a device such as 'cpu' or 'cuda'; found {device!r}. Cast single tensors."
             )
-        return Batch({name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors.items()})
+        return Batch({name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.__dict__.items()})
 
     def pin_memory(self) -> Batch:
         """Copy the batch to page-locked memory, from which copies to a GPU do not wait."""
-        return Batch({name: tensor.pin_memory() for name, tensor in self._tensors.items()})
+        return Batch({name: tensor.pin_memory() for name, tensor in self.__dict__.items()})
 
     @classmethod
     def cat(cls, batches: Iterable[Batch]) -> Batch:
@@ -116,7 +115,7 @@ class Batch:
         # autocast refuses to concatenate some dtypes, even where all parts have the same
         off = torch.autocast(where, enabled=False) if torch.amp.is_autocast_available(where) else nullcontext()
         with off:
-            return cls({name: torch.cat([part._tensors[name] for part in parts]) for name in parts[0]})
+            return cls({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
     def minibatches(self, count: int) -> list[Batch]:
         """Split into K batches of `B / K` rows, for K optimiser steps on one sample; views, no copies.
@@ -135,7 +134,7 @@ class Batch:
 
     def to_dict(self) -> dict[str, Tensor]:
         """Return a new dictionary of the tensors by name; dotted names stay as they are."""
-        return dict(self._tensors)
+        return dict(self.__dict__)
 
     def to_tensordict(self) -> Any:
         """Convert to a `tensordict.TensorDict` of batch size [B]; `obs.camera` becomes ("obs", "camera").
@@ -153,7 +152,7 @@ class Batch:
         return TensorDict({tuple(name.split(".")): tensor for name, tensor in self.items()}, batch_size=[len(self)])
 
     def __repr__(self) -> str:
-        parts = (f"{name}={tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in self._tensors.items())
+        parts = (f"{name}={tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in self.__dict__.items())
         return f"Batch({', '.join(parts)})"
 
 

@@ -69,7 +69,7 @@ class ReplayBuffer(Buffer):
     ) -> None:
         checked = check_fields(fields)
         super().__init__(check_capacity(capacity), checked, sampler, device, seed, storage_device, storage_path)
-        self._checks = validation.checks_of(self._fields)
+        self._checks, self._names = validation.checks_of(self._fields, on_host=self._on_host), self._fields.keys()
 
     def _sizes(self) -> dict[str, int]:
         return estimate(self._capacity, self._fields, self._sampler, self._backend)
@@ -128,17 +128,20 @@ class ReplayBuffer(Buffer):
             self._refuse_unnamed("add", unnamed, self._fields)
         if compiler.is_dynamo_compiling():
             return outside(ReplayBuffer.add, self, priority=priority, **fields)
-        if fields.keys() != self._fields.keys():
+        if fields.keys() != self._names:
             fields = flattened(fields, self._fields)
             check_names(fields, self._fields)
-        values, rows, ready, single = self._rows_of(fields, None)
+        on_host = self._on_host
+        values, rows, ready, single = validation.as_rows(
+            fields, self._checks, None, self._device, on_host=on_host, bare=on_host
+        )
         if priority is not None:
             given = validation.with_axis(priority) if single else priority
-            priority = validation.as_priorities("priority", given, rows, self._device, as_array=self._on_host)
+            priority = validation.as_priorities("priority", given, rows, self._device, as_array=on_host)
         if not rows:
             return torch.empty(0, dtype=torch.int64, device=self._device)
         with self._lock:
-            return self._engine.append(values, rows, priority, ready)
+            return self._engine.append(values, rows, priority, single if on_host else ready)
 
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
         """Sample `B` transitions as a Batch on the buffer's device.

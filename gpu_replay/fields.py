@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gpu_replay.batch import Batch
 
@@ -28,6 +29,13 @@ _RESERVED_ARGS = ("key", "weight", "probability", "priority", "self")
 RESERVED = frozenset((*_RESERVED_ARGS, *dir(Batch)))
 # of one transition; no memory holds more
 _MOST_ELEMENTS = 2**48
+
+
+def as_numpy(tensor: Tensor | np.ndarray) -> np.ndarray:
+    """A NumPy view of a CPU tensor's memory; bfloat16, which NumPy lacks, is seen as int16. An array is its own."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    return tensor.view(torch.int16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
 
 
 @dataclass(frozen=True)

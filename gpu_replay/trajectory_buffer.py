@@ -18,7 +18,7 @@ from torch import Tensor, compiler
 from gpu_replay import validation
 from gpu_replay.base.buffer import Buffer, never_traced, outside
 from gpu_replay.base.refusals import RELABELS, class_only, hint_from_spaces, warn_of_assumed_autoreset
-from gpu_replay.base.steps import StepInput
+from gpu_replay.base.steps import StepInput, objects
 from gpu_replay.batch import Batch
 from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
@@ -137,8 +137,8 @@ class TrajectoryReplayBuffer(Buffer):
         self._shape = self._settings.shape
         super().__init__(self._shape.slots, checked, sampler, device, seed, storage_device, storage_path)
         self._step_fields = {**self._fields, "reward": REWARD, "terminated": _FLAG, "truncated": _FLAG}
-        self._checks = validation.checks_of(self._step_fields)
         observations, on_host = self._streams.observations, self._on_host
+        self._checks, self._names = validation.checks_of(self._step_fields, on_host=on_host), self._step_fields.keys()
         self._input = StepInput(self._step_fields, observations, self._settings, self._device, on_host=on_host)
 
     def _missing(self) -> str:
@@ -269,8 +269,8 @@ class TrajectoryReplayBuffer(Buffer):
         priority:  (E,) absolute TD errors or other non-negative numbers (the sign is dropped); each counts when its
                    step becomes eligible. A mass is at least one unit, 2^-20, also for a priority of 0 with `eps=0`.
         final_obs: `[E, *shape]` last observations of the episodes that ended with this step; other rows are not read.
-                   For several observation fields a dictionary (or `final_obs.NAME`). Also Gymnasium's
-                   `info.get("final_obs")`: an object array of observations, None where nothing ended. Give it with
+                   Or Gymnasium's `info.get("final_obs")`, an object array (E,) of observations, None where nothing
+                   ended. For several observation fields also a dictionary of these (or `final_obs.NAME`). Give it with
                    "same_step" and "disabled", to bootstrap truncated episodes, and with `terminal_obs` for
                    `next_obs` of terminated ones; ValueError with "next_step".
 
@@ -289,15 +289,16 @@ class TrajectoryReplayBuffer(Buffer):
         if compiler.is_dynamo_compiling():
             return outside(TrajectoryReplayBuffer.add, self, priority=priority, final_obs=final_obs, **fields)
         finals: dict[str, Any] = {}
-        if final_obs is not None or fields.keys() != self._step_fields.keys():
+        if final_obs is not None or fields.keys() != self._names:
             fields, finals = self._input.split(fields, final_obs)
-        values, envs, ready, single = self._rows_of(fields, self._settings.num_envs)
+        on_host, num_envs = self._on_host, self._settings.num_envs
+        values, envs, ready, single = validation.as_rows(fields, self._checks, num_envs, self._device, on_host=on_host)
         if single:
-            finals = {name: [value] for name, value in finals.items()}
+            finals = {name: objects([value]) for name, value in finals.items()}
         final_rows = self._input.finals(finals, values["terminated"], values["truncated"]) if finals else None
         if priority is not None:
             given = validation.with_axis(priority) if single else priority
-            priority = validation.as_priorities("priority", given, envs, self._device, as_array=self._on_host)
+            priority = validation.as_priorities("priority", given, envs, self._device, as_array=on_host)
         with self._lock:
             return self._engine.add_step(values, priority, final_rows, ready)
 
@@ -307,8 +308,8 @@ class TrajectoryReplayBuffer(Buffer):
         fields:    as in `add`, each `[T, E, *shape]`, oldest first; `[T, 1, *shape]` for a stream of one environment.
                    Arrays of the field's dtype may be larger than memory (`numpy.memmap`); T may exceed the capacity.
         priority:  (T, E), as in `add`.
-        final_obs: as in `add` with T before it: `[T, E, *shape]`, an object array [T, E], a dictionary of these, or a
-                   list of T entries, each None or what `add` takes.
+        final_obs: as in `add` with T before it: `[T, E, *shape]` or an object array [T, E]; or a list of T entries,
+                   each None or what `add` takes; or a dictionary of these.
 
         Equals T calls of `add`, bit for bit: the same masses, keys and samples. Raises as `add` does; a call that
         raises stores nothing.

@@ -11,16 +11,16 @@ from __future__ import annotations
 import math
 import os
 import reprlib
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.fields import ALIGNMENT, DICTIONARIES, STORABLE, TORCH_OF, Field
+from gpu_replay.fields import ALIGNMENT, DICTIONARIES, STORABLE, TORCH_OF, Field, as_numpy
 
 _DENSE = (Tensor, torch.nn.Parameter)
 # largest batch size; no memory holds more rows
@@ -31,6 +31,7 @@ _NUMPY_OF = {each: name for name, each in TORCH_OF.items()}
 _INT64 = np.dtype(np.int64)
 # of no number
 _NO_DTYPE = np.dtype("V1")
+_NUMBERS = (bool, int, float)
 # kinds of single numbers that are stored as they are, if they are smaller than this
 _FLOATS = (float, np.float32, np.float64)
 _SINGLE: dict[np.dtype[Any], tuple[type, ...]] = {
@@ -88,48 +89,82 @@ def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(array)
 
 
-def are_ready(
-    values: Mapping[str, Any], expected: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], device: torch.device
-) -> bool:
-    """Whether a kernel can read the values as they are: each a dense tensor of its expected dtype and shape on the
-    device, whose numbers lie end to end in memory that begins as torch's own does.
+class Rows(NamedTuple):
+    """The checked values of a call, by name in the order of the fields, each `[rows, *shape]`: arrays as `as_numpy`
+    shows them for the host's engine, tensors for another.
+
+    ready:  whether a kernel can read all of them as they are.
+    single: whether they came as one row without its axis.
+    """
+
+    values: dict[str, Any]
+    rows: int
+    ready: bool
+    single: bool
+
+
+# made of a tuple: `Rows(...)` would be a call in Python, a thirtieth of that of an `add`
+_rows_of: Callable[[tuple[dict[str, Any], int, bool, bool]], Rows] = partial(tuple.__new__, Rows)
+
+
+# name, field, the NumPy dtype that is stored as it is, and shape
+Checks = list[tuple[str, Field, "np.dtype[Any]", tuple[int, ...]]]
+
+
+def checks_of(fields: Mapping[str, Field], *, on_host: bool) -> Checks:
+    """What the values of these fields are compared with; on a device no array is stored as it is."""
+    dtypes = _NUMPY_OF if on_host else {}
+    return [(name, field, dtypes.get(field.dtype, _NO_DTYPE), field.shape) for name, field in fields.items()]
+
+
+def ready_rows(values: Mapping[str, Any], checks: Checks, rows: int | None, device: torch.device) -> int:
+    """How many rows of these values a kernel can read as they are, 0 if it cannot.
+
+    Each must be a dense tensor of its field's dtype and shape on the device, whose numbers lie end to end in memory
+    that begins as torch's own does.
+
+    rows: how many there must be; None: as many as the first value has.
     """
     try:
-        for name, dtype, shape in expected:
+        for name, field, _, shape in checks:
             value = values[name]
+            if type(value) is not Tensor or value.dtype is not field.dtype:
+                return 0
+            if rows is None:
+                rows = value.shape[0] if value.dim() else 0
             if (
-                type(value) is not Tensor
-                or value.dtype is not dtype
-                or value.shape != shape
+                value.shape != (rows, *shape)
                 or value.device != device
                 or not value.is_contiguous()
                 or value.is_neg()
                 or (address := value.data_ptr()) % ALIGNMENT
-                # zeros without memory have no address
+                # what has no rows, and zeros without memory, have no address
                 or not address
             ):
-                return False
+                return 0
     except RuntimeError:
         # sparse, nested, or within torch.func
-        return False
-    return True
+        return 0
+    return rows or 0
 
 
 def numpy_view(name: str, tensor: Tensor) -> np.ndarray:
-    """A view of a CPU tensor's memory; bfloat16, which NumPy lacks, is viewed as int16. A lazy tensor is computed.
+    """A user's CPU tensor as `as_numpy` shows it; a lazy one is computed.
 
     Raises TypeError for a tensor without memory, as there are within torch.func.
     """
-    for attempt in (lambda: tensor, lambda: materialized(as_tensor(name, tensor, tensor.device))):
-        try:
-            dense = attempt()
-            return dense.view(torch.int16).numpy() if dense.dtype is torch.bfloat16 else dense.numpy()
-        except (RuntimeError, TypeError) as error:
-            reason = str(error).splitlines()[0]
-    raise TypeError(
-        f"{name!r} must be a tensor with its numbers in memory; NumPy cannot read this one: {reason} Within "
-        "torch.func.grad or vmap return it, and call the buffer with the result."
-    )
+    try:
+        return as_numpy(tensor)
+    except (RuntimeError, TypeError):
+        pass
+    try:
+        return as_numpy(materialized(as_tensor(name, tensor, tensor.device)))
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(
+            f"{name!r} must be a tensor with its numbers in memory; NumPy cannot read this one: "
+            f"{str(error).splitlines()[0]} Within torch.func.grad or vmap return it, and call the buffer with the "
+            "result."
+        ) from None
 
 
 def materialized(tensor: Tensor) -> Tensor:
@@ -168,16 +203,6 @@ def _storable(name: str, array: np.ndarray) -> np.ndarray:
     raise TypeError(f"{name!r} must hold booleans, integers or floating numbers; found NumPy dtype {array.dtype}.")
 
 
-def as_ndarray(value: Any) -> Any:
-    """An array, or what a dense tensor on the CPU shows of its memory; None of anything else."""
-    try:
-        array = value.numpy() if type(value) is Tensor else value
-    except (RuntimeError, TypeError):
-        # elsewhere, not dense, with a gradient, or lazy
-        return None
-    return array if type(array) is np.ndarray else None
-
-
 def as_array(name: str, value: Any, device: torch.device) -> np.ndarray | Tensor:
     """The value on the CPU as an array of numbers that can be stored; a tensor of other numbers, or of bfloat16, which
     NumPy lacks, as it is.
@@ -190,7 +215,7 @@ def as_array(name: str, value: Any, device: torch.device) -> np.ndarray | Tensor
 
 
 def as_stored(name: str, value: np.ndarray | Tensor, dtype: torch.dtype) -> np.ndarray:
-    """Convert a result of `as_array` to the dtype of a field, as `numpy_view` returns it; raises as `cast` does."""
+    """Convert a result of `as_array` to the dtype of a field, as `as_numpy` shows it; raises as `cast` does."""
     if isinstance(value, Tensor) or dtype is torch.bfloat16:
         tensor = value if isinstance(value, Tensor) else as_tensor(name, value, torch.device("cpu"))
         return numpy_view(name, tensor if tensor.dtype is dtype else cast(name, tensor, dtype))
@@ -204,42 +229,49 @@ def as_stored(name: str, value: np.ndarray | Tensor, dtype: torch.dtype) -> np.n
     return cast(name, as_tensor(name, value, torch.device("cpu")), dtype).numpy()
 
 
-Checks = list[tuple[str, Field, "np.dtype[Any]", tuple[int, ...]]]
+def as_rows(
+    given: dict[str, Any], checks: Checks, envs: int | None, device: torch.device, *, on_host: bool, bare: bool = False
+) -> Rows:
+    """The values of all fields, in any form that `add` takes, as the engine stores them.
 
-
-def checks_of(fields: Mapping[str, Field]) -> Checks:
-    """What `host_rows` compares values with: name, field, the NumPy dtype that is stored as it is, and shape."""
-    return [(name, field, _NUMPY_OF.get(field.dtype, _NO_DTYPE), field.shape) for name, field in fields.items()]
-
-
-def host_rows(
-    fields: Mapping[str, Any], checks: Checks, rows: int | None, device: torch.device
-) -> tuple[dict[str, Any], int, bool, bool]:
-    """The values of all fields as `as_field` gives them to the host's engine, in the order of the checks; their rows;
-    False; and whether they are one row that came without its axis.
-
-    rows: environments, one step of each of which is given; None where every value has as many rows as the first.
+    envs: environments, one step of each of which is given; None where every value has as many rows as the first.
+    bare: whether a single row stays without its axis: as an array of the field's shape, or a number.
+    Raises TypeError or ValueError that names the field; values and the buffer stay as they were.
     """
     values: dict[str, Any] = {}
-    count = rows
+    count, single = envs, False
+    if not on_host and (rows := ready_rows(given, checks, envs, device)):
+        return _rows_of((given, rows, True, False))
     for name, field, dtype, shape in checks:
-        value = fields[name]
+        value = given[name]
         # fast path: what can be stored as it is
         try:
-            array = value.numpy() if type(value) is Tensor else value
-            fits = type(array) is np.ndarray and array.dtype == dtype
+            array = value.numpy() if type(value) is Tensor and on_host else value
+            if type(array) is np.ndarray and array.dtype == dtype:
+                sides = array.shape
+                if sides and sides[1:] == shape and (sides[0] == count or count is None):
+                    values[name], count = array, sides[0]
+                    continue
         except (RuntimeError, TypeError):
             # elsewhere, not dense, with a gradient, or lazy
-            fits = False
-        sides = array.shape if fits else ()
-        if not sides or sides[1:] != shape or (sides[0] != count and count is not None):
-            if not values and (single := _single_row(fields, checks, rows, device, on_host=True)):
-                return single, 1, False, True
-            array = as_field(name, value, field, count, device, on_host=True, steps=rows is not None)
-            sides = array.shape
-        values[name] = array
-        count = sides[0]
-    return values, count or 0, False, False
+            array = None
+        if not values and envs in (None, 1) and _lack_axis(given, checks):
+            count, single = 1, True
+        if single and type(array) is np.ndarray and array.dtype == dtype and array.shape == shape:
+            values[name] = array if bare else array[None]
+        elif (
+            single
+            and not shape
+            and type(value) in _SINGLE.get(dtype, ())
+            # numbers of NumPy that are no Python numbers fit, and take long to compare
+            and (not isinstance(value, (int, float)) or -_SMALL < value < _SMALL)
+        ):
+            values[name] = value if bare else np.array((value,), dtype)
+        else:
+            one = with_axis(value) if single else value
+            rows = as_field(name, one, field, count, device, on_host=on_host, steps=envs is not None)
+            values[name], count = rows[0] if bare and single else rows, rows.shape[0]
+    return _rows_of((values, count or 0, False, single))
 
 
 def with_axis(value: Any) -> Any:
@@ -247,60 +279,28 @@ def with_axis(value: Any) -> Any:
     return value[None] if isinstance(value, (Tensor, np.ndarray)) else [value]
 
 
-def _single_row(
-    fields: Mapping[str, Any], checks: Checks, rows: int | None, device: torch.device, *, on_host: bool
-) -> dict[str, Any]:
-    """One row, with its axis, if it came as a single environment gives it: no value has that axis. Else nothing."""
-    values: dict[str, Any] = {}
-    for name, field, dtype, shape in checks if rows in (None, 1) else ():
-        value = fields[name]
-        # fast paths: what can be stored as it is
-        array = as_ndarray(value) if on_host else None
-        if array is not None and array.dtype == dtype and array.shape == shape:
-            values[name] = array[None]
-        elif (
-            on_host
-            and not shape
-            and type(value) in _SINGLE.get(dtype, ())
-            # numbers of NumPy that are no Python numbers fit, and take long to compare
-            and (not isinstance(value, (int, float)) or -_SMALL < value < _SMALL)
-        ):
-            values[name] = np.array((value,), dtype)
-        else:
-            array = value if isinstance(value, (Tensor, np.ndarray)) else _array_from(name, value)
-            # what is empty, such as [], is no row
-            if array.ndim != len(shape) or (shape and not len(array)):
-                return {}
-            values[name] = as_field(name, array[None], field, 1, device, on_host=on_host)
-    return values
-
-
-def device_rows(
-    fields: dict[str, Any], checks: Checks, rows: int | None, device: torch.device
-) -> tuple[dict[str, Any], int, bool, bool]:
-    """As `host_rows`, tensors for an engine on a device, and whether a kernel can read all of them as they are."""
-    try:
-        sides: tuple[int, ...] = getattr(fields[checks[0][0]], "shape", ())
-    except RuntimeError:
-        # a nested tensor has none, and is refused below
-        sides = ()
-    count = rows if rows is not None else sides[0] if len(sides) else 0
-    if are_ready(fields, [(name, field.dtype, (count, *shape)) for name, field, _, shape in checks], device):
-        return fields, count, True, False
-    if single := _single_row(fields, checks, rows, device, on_host=False):
-        return single, 1, False, True
-    values, found = {}, rows
-    for name, field, *_ in checks:
-        values[name] = as_field(name, fields[name], field, found, device, on_host=False, steps=rows is not None)
-        found = values[name].shape[0]
-    return values, found or 0, False, False
+def _lack_axis(given: Mapping[str, Any], checks: Checks) -> bool:
+    """Whether all values come as a single environment gives them: one row, without the axis of rows."""
+    for name, _, _, shape in checks:
+        value = given[name]
+        try:
+            sides = getattr(value, "shape", None)
+        except RuntimeError:
+            # a nested tensor has none, and is refused later
+            return False
+        if sides is None:
+            sides = () if type(value) in _NUMBERS else _array_from(name, value).shape
+        # what is empty, such as [], is no row
+        if len(sides) != len(shape) or 0 in sides:
+            return False
+    return True
 
 
 def as_field(
     name: str, value: Any, field: Field, rows: int | None, device: torch.device, *, on_host: bool, steps: bool = False
 ) -> Any:
     """The value as `[m, *field.shape]` of the field's dtype, of a scalar also given as `[m, 1]`, of no rows as `[0]`: a
-    tensor on the CPU or on `device`, or, for the host's engine, an array as `numpy_view` shows it.
+    tensor on the CPU or on `device`, or, for the host's engine, an array as `as_numpy` shows it.
 
     rows:  the `m` that the other fields of this call have, or None. steps: whether it is the number of environments.
     Raises TypeError or ValueError that names the field; values and the buffer stay as they were.
@@ -400,28 +400,33 @@ def as_keys(value: Any, device: torch.device, name: str = "keys") -> Tensor:
     return tensor
 
 
+_UPDATE = checks_of({"keys": Field((), torch.int64), "priorities": Field((), torch.float32)}, on_host=False)
+
+
 def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: bool) -> tuple[Any, Any, bool]:
     """The keys as `as_keys` gives them, and the priorities of them as `as_priorities` does, both as arrays if asked;
     and whether a kernel can read both as they are.
     """
     if as_array:
         # fast path: what `sample` returned and a learner has computed; a sum that overflows is looked at again
-        array, numbers = as_ndarray(keys), as_ndarray(priorities)
-        if (
-            array is not None
-            and numbers is not None
-            and array.dtype == _INT64
-            and array.ndim == 1
-            and numbers.dtype in _REAL
-            and numbers.shape == array.shape
-            and np.vdot(numbers, numbers) < math.inf
-        ):
-            return array, numbers, False
-    elif device.type != "cpu" and len(rows := getattr(keys, "shape", ())) == 1:
-        # fast path: a kernel can read both
-        expected = ("keys", torch.int64, rows), ("priorities", torch.float32, rows)
-        if are_ready({"keys": keys, "priorities": priorities}, expected, device):
-            return keys, priorities, True
+        try:
+            array = keys.numpy() if type(keys) is Tensor else keys
+            numbers = priorities.numpy() if type(priorities) is Tensor else priorities
+            if (
+                type(array) is type(numbers) is np.ndarray
+                and array.dtype == _INT64
+                and array.ndim == 1
+                and numbers.dtype in _REAL
+                and numbers.shape == array.shape
+                and np.vdot(numbers, numbers) < math.inf
+            ):
+                return array, numbers, False
+        except (RuntimeError, TypeError):
+            # elsewhere, not dense, with a gradient, or lazy
+            pass
+    # fast path: a kernel can read both
+    elif device.type != "cpu" and ready_rows({"keys": keys, "priorities": priorities}, _UPDATE, None, device):
+        return keys, priorities, True
     keys = as_keys(keys, device)
     priorities = as_priorities("priorities", priorities, keys.shape[0], device, as_array=as_array)
     return numpy_view("keys", keys) if as_array else keys, priorities, False

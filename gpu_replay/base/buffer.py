@@ -183,14 +183,6 @@ class Buffer(StatefulBuffer):
 
     # calls
 
-    def _rows_of(self, fields: dict[str, Any], envs: int | None) -> tuple[dict[str, Any], int, bool, bool]:
-        """Check the values of all fields; return them, the number of rows, of the first field or `envs`, whether a
-        kernel can read the values as they are, and whether they are one row that came without its axis.
-        """
-        if self._on_host:
-            return validation.host_rows(fields, self._checks, envs, self._device)
-        return validation.device_rows(fields, self._checks, envs, self._device)
-
     def _refuse_unnamed(self, call: str, values: Sized, fields: Iterable[str]) -> NoReturn:
         raise TypeError(
             f"{call} takes values by name, {call}({', '.join(f'{name}=...' for name in fields)}); found {len(values)} "
@@ -279,12 +271,12 @@ class Buffer(StatefulBuffer):
             problem = f"has unknown {', '.join(map(repr, unknown))}" if unknown else "names no field to replace"
             raise (KeyError if unknown else ValueError)(f"write {problem}; it takes {', '.join(self._fields)}.")
         checked = validation.as_keys(keys, self._device)
-        rows_of: Any = validation.host_rows if self._on_host else validation.device_rows
-        values, rows, *_ = rows_of(given, [each for each in self._checks if each[0] in given], None, self._device)
-        if rows != len(checked):
-            raise ValueError(f"write needs a row for each of {len(checked)} keys; found {rows} in its fields.")
+        checks = [each for each in self._checks if each[0] in given]
+        found = validation.as_rows(given, checks, None, self._device, on_host=self._on_host)
+        if found.rows != len(checked):
+            raise ValueError(f"write needs a row for each of {len(checked)} keys; found {found.rows} in its fields.")
         with self._lock:
-            self._sampling.write(checked, values)
+            self._sampling.write(checked, found.values)
 
     def stats(self) -> Stats:
         """Return diagnostics; on CUDA this waits for the device and reads all priorities once."""

@@ -15,6 +15,16 @@ from gpu_replay.fields import DICTIONARIES, TORCH_OF, Field, check_names, flatte
 from gpu_replay.ops.eligibility import GivenFinals
 
 
+def is_objects(value: Any) -> bool:
+    """Whether a value is an array of Python objects."""
+    return isinstance(value, np.ndarray) and value.dtype == object
+
+
+def objects(values: list[Any]) -> np.ndarray:
+    """(n,) array of Python objects, whatever they are."""
+    return np.fromiter(values, dtype=object, count=len(values))
+
+
 class StepInput:
     """Checks values and brings them into the form in which the engine of one buffer stores them.
 
@@ -107,9 +117,8 @@ class StepInput:
         """
         read = self._reads_final(terminated, truncated)
         steps = np.flatnonzero(read.any(axis=1)).tolist()
-        columns = given if given.keys() == {"obs"} and self._by_row(given["obs"]) else self._by_field(given)
-        entries: Any = columns.get("obs")
-        if isinstance(entries, (list, tuple)) or (self._by_row(entries) and entries.ndim == 1):
+        entries = given["obs"] if given.keys() == {"obs"} else None
+        if isinstance(entries, list):
             if len(entries) != len(read):
                 raise ValueError(f"'final_obs' needs {len(read)} steps; found {len(entries)}.")
             if any(entry is not None for entry in entries):
@@ -118,9 +127,8 @@ class StepInput:
             parts = [({"obs": entries[step]}, [step]) for step in steps]
         else:
             flat: dict[str, Any] = {}
-            for name, value in columns.items():
-                is_array = isinstance(value, np.ndarray)
-                column = value if is_array else validation.as_tensor(f"final_{name}", value, self._device)
+            for name, value in (given if is_objects(entries) else self._by_field(given)).items():
+                column = value if isinstance(value, np.ndarray) else self._as_tensor(f"final_{name}", value)
                 shape = (*read.shape, *(() if column.dtype == object else self._fields[name].shape))
                 if tuple(column.shape) != shape:
                     raise ValueError(f"'final_{name}' needs shape {list(shape)}; found {list(column.shape)}.")
@@ -144,15 +152,8 @@ class StepInput:
                 '(or "disabled"); make the buffer with that.'
             )
 
-    def _by_row(self, value: Any) -> bool:
-        """Whether final observations come as a list or object array, neither as one array nor by field."""
-        if isinstance(value, np.ndarray):
-            return value.dtype == object
-        # the observation of a Tuple space is a tuple too
-        return isinstance(value, list) or (isinstance(value, tuple) and not has_items("obs", self._observations))
-
     def _by_field(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Final observations of a step by their field: arrays, or lists with None where nothing ended.
+        """Final observations of a step by their field: arrays, or object arrays with None where nothing ended.
 
         Raises TypeError or KeyError unless there is one for each observation field, ValueError where none is ever read.
         """
@@ -162,7 +163,7 @@ class StepInput:
             return given
         if given.keys() == {"obs"}:
             rows = given["obs"]
-            if self._by_row(rows):
+            if is_objects(rows):
                 parts = [{} if row is None else flattened({"obs": row}, names) for row in rows]
                 for env, part in enumerate(parts):
                     if part.keys() != set(names) and rows[env] is not None:
@@ -170,11 +171,12 @@ class StepInput:
                             f"'final_obs' of environment {env} must hold {', '.join(map(repr, names))}; found "
                             f"{', '.join(map(repr, part))}."
                         )
-                return {name: [part.get(name) for part in parts] for name in names}
-            if not isinstance(rows, (*DICTIONARIES, tuple)):
+                return {name: objects([part.get(name) for part in parts]) for name in names}
+            # the observation of a Tuple space is a tuple
+            if not isinstance(rows, DICTIONARIES) and not (isinstance(rows, tuple) and has_items("obs", names)):
                 raise TypeError(
-                    f"'final_obs' of {len(names)} observation fields must be a dictionary of them, or one for each "
-                    f"environment; found {type(rows).__name__}."
+                    f"'final_obs' of {len(names)} observation fields must be a dictionary of them, or an object array "
+                    f"of one for each environment; found {type(rows).__name__}."
                 )
         columns = flattened(given, names)
         # Gymnasium puts a mask `_NAME` of the environments next to each NAME
@@ -182,26 +184,33 @@ class StepInput:
         check_names(dict.fromkeys(f"final_{name}" for name in named), dict.fromkeys(f"final_{name}" for name in names))
         return {name: columns[name] for name in names}
 
+    def _as_tensor(self, name: str, value: Any) -> Tensor:
+        """Final observations that are no object array as a tensor; raises TypeError."""
+        try:
+            return validation.as_tensor(name, value, self._device)
+        except TypeError:
+            if not isinstance(value, (list, tuple)):
+                raise
+        raise TypeError(
+            f"{name!r} must be an array [E, ...] (in extend [T, E, ...], or a list of T entries), or an object array "
+            f"of one for each environment, with None where nothing ended; found {type(value).__name__}."
+        )
+
     def _final_rows(self, name: str, value: Any, field: Field, rows: int, read: np.ndarray | None) -> Tensor:
         """Final observations of one field as `[rows, *shape]` of its dtype; those that are not read may be anything.
 
         read: (rows,) bool, or None where only the device knows.
         """
-        by_row, shape = self._by_row(value), (rows, *field.shape)
-        if by_row and len(value) != rows:
-            raise ValueError(f"{name!r} needs {rows} rows, one for each environment; found {len(value)}.")
-        if not by_row:
-            value = validation.as_tensor(name, value, self._device)
-            if tuple(value.shape) != shape:
-                raise ValueError(f"{name!r} needs shape {list(shape)}; found {list(value.shape)}.")
-            if value.dtype == field.dtype:
-                return value
-            if read is None or not value.is_cpu:
-                return validation.cast(name, value, field.dtype)
-        result = torch.zeros(shape, dtype=field.dtype, device="cpu")
-        if not by_row:
-            result[read] = validation.cast(name, value[read], field.dtype)
-            return result
+        shape = (rows,) if is_objects(value) else (rows, *field.shape)
+        value = value if is_objects(value) else self._as_tensor(name, value)
+        if tuple(value.shape) != shape:
+            raise ValueError(f"{name!r} needs shape {list(shape)}; found {list(value.shape)}.")
+        if isinstance(value, Tensor):
+            if read is not None and value.is_cpu and value.dtype != field.dtype:
+                value = value.clone()
+                value[~read] = 0
+            return validation.cast(name, value, field.dtype)
+        result = torch.zeros((rows, *field.shape), dtype=field.dtype, device="cpu")
         for row in range(rows) if read is None else np.flatnonzero(read).tolist():
             if value[row] is not None:
                 one = validation.as_tensor(name, value[row], self._device)[None]

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.storage import Storage, check_live
+from gpu_replay.fields import as_numpy
 from gpu_replay.loops import ring as loops
 from gpu_replay.ops.batch_memory import LARGE, BatchMemory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import slots_of
-from gpu_replay.ops.ring import as_numpy, as_torch, commit, convert, gather_rows, parts_of, put
+from gpu_replay.ops.ring import as_torch, commit, convert, gather_rows, parts_of, put
 
 # number types as which short rows are moved, by bytes: NumPy moves each of these at once
 _NUMBERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
@@ -65,14 +66,20 @@ class HostEngine:
         row = np.dtype((stored.dtype, stored.shape[1:]))
         return row if row.itemsize in _NUMBERS else stored.dtype
 
-    def append(self, values: dict[str, np.ndarray], rows: int, priorities: np.ndarray | None, ready: bool) -> Tensor:
-        """Store `rows` transitions, their values in the order of the fields, and return their (rows,) keys."""
-        state, capacity, added = self.sampling.state, self._capacity, self._counters.item(Counter.ADDED)
+    def append(self, values: dict[str, np.ndarray], rows: int, priorities: np.ndarray | None, bare: bool) -> Tensor:
+        """Store `rows` transitions, their values in the order of the fields, and return their (rows,) keys.
+
+        bare: whether they are one that comes without the axis of rows.
+        """
+        capacity, added = self._capacity, self._counters.item(Counter.ADDED)
         keys, start = torch.from_numpy(np.arange(added, added + rows)), added % capacity
-        given, largest, cut = _NOT_GIVEN if priorities is None or state.tree is None else state.rule.masses(priorities)
+        given, largest, cut = _NOT_GIVEN
+        if priorities is not None and (state := self.sampling.state).tree is not None:
+            given, largest, cut = state.rule.masses(priorities)
         counted = starmap(self._append, ((rows, given, largest, cut, *self._append_arguments),))
         if start + rows <= capacity:
-            writes: Iterable[None] = map(put, self._stores, repeat(slice(start, start + rows)), values.values())
+            place = start if bare else slice(start, start + rows)
+            writes: Iterable[None] = map(put, self._stores, repeat(place), values.values())
         else:
             skipped = max(0, rows - capacity)
             parts = parts_of((added + skipped) % capacity, rows - skipped, capacity, skipped)

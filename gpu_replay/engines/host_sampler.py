@@ -16,13 +16,14 @@ from torch import Tensor
 
 from gpu_replay.engines.sampler_state import SamplerState
 from gpu_replay.engines.storage import Storage
+from gpu_replay.fields import as_numpy
 from gpu_replay.loops import ring as ring_loops
 from gpu_replay.loops import tree as tree_loops
 from gpu_replay.ops.counters import NO_KEY, Counter, HostWords
 from gpu_replay.ops.draw import DrawRange, draw_range, slots_in
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ranks import HostRanks
-from gpu_replay.ops.ring import as_numpy, commit, contiguous, put
+from gpu_replay.ops.ring import commit, contiguous, put
 from gpu_replay.samplers import HostDraw
 
 _NONE = np.zeros(0, dtype=np.int64)

@@ -15,6 +15,7 @@ from torch import Tensor
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.storage import check_live
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
+from gpu_replay.fields import as_numpy
 from gpu_replay.loops.goals import choose_goals
 from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.counters import Counter
@@ -22,7 +23,7 @@ from gpu_replay.ops.draw import PERMUTATION_WORDS, permuted_ranks
 from gpu_replay.ops.eligibility import Flag, GivenFinals, endings, powers_of
 from gpu_replay.ops.frames import FrameStore, gather_stacks
 from gpu_replay.ops.hindsight import GoalRows, Strategy, gather_goals, goal_words, put_goals
-from gpu_replay.ops.ring import as_numpy, as_torch, convert, gather_rows, parts_of, put
+from gpu_replay.ops.ring import as_torch, convert, gather_rows, parts_of, put
 from gpu_replay.ops.steps import NONE_KEPT, HostSteps
 from gpu_replay.ops.windows import HostWindows, Windows
 

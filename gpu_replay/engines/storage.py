@@ -21,10 +21,9 @@ from gpu_replay.engines.mapped_file import free_on_disk
 from gpu_replay.engines.placement import MakeMemory, Placement
 from gpu_replay.engines.read_ahead import ReadAhead
 from gpu_replay.engines.sampler_state import priority_bytes
-from gpu_replay.fields import Field
+from gpu_replay.fields import Field, as_numpy
 from gpu_replay.ops._backend import Backend, choose
 from gpu_replay.ops.eligibility import Streams
-from gpu_replay.ops.ring import as_numpy
 from gpu_replay.samplers import Sampler, Uniform, check_sampler
 from gpu_replay.validation import check_int
 

@@ -11,7 +11,7 @@ from torch import compiler
 
 Class = TypeVar("Class", bound=type)
 # those of every step ask by themselves: a wrapper would cost them a frame
-_ASKING = ("add", "sample", "sample_sequences", "update_priorities")
+_ASKING = ("add", "sample", "update_priorities")
 _SPECIAL = ("__len__", "__getitem__", "__contains__")
 
 

@@ -7,8 +7,6 @@ they were loaded, so that machine code of other sources is never loaded, whateve
 
 from __future__ import annotations
 
-import _thread
-import atexit
 import hashlib
 import os
 import sys
@@ -31,7 +29,8 @@ _FILES = ("constants", "goals", "random", "ranks", "ring", "steps", "tree", "win
 _NOTE = "gpu_replay compiles its loops for this machine, once, in about half a minute; later runs find them compiled."
 
 _inner: set[Callable[..., Any]] = set()
-_lock = threading.Lock()
+# a signal handler may ask for a loop while its thread compiles another
+_lock = threading.RLock()
 # that callers have waited for compiled code so far
 waited_seconds = 0.0
 _notified = False
@@ -41,14 +40,7 @@ tell: Callable[[str], object] | None = None
 
 def _forget_lock() -> None:
     global _lock
-    _lock = threading.Lock()
-
-
-@atexit.register
-def _wait_at_exit() -> None:
-    """Wait for a thread whose caller was interrupted: compilers do not survive the end of the interpreter."""
-    with _lock:
-        pass
+    _lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -102,11 +94,16 @@ class Loop:
     def compiled(self) -> Callable[..., Any]:
         """Return the machine code, or the function itself when nothing is compiled.
 
-        Another thread imports Numba and compiles while this one waits: a signal handler that raises ends the waiting,
-        and leaves nothing half done.
+        This thread compiles, while others wait. A signal handler that raises, such as that of Ctrl-C, ends it at once:
+        nothing of the loop is kept, and the next call compiles it again. An interrupt that falls into the import of
+        Numba, or into a step in which Numba holds a lock of its own, can leave Numba itself unusable for the rest of
+        the process: then start the program again.
         """
+        global waited_seconds
         if self._code is None:
-            _wait_for(self._compile)
+            begin = time.perf_counter()
+            self._compile()
+            waited_seconds += time.perf_counter() - begin
         return self._code or self.function
 
     def _compile(self) -> None:
@@ -192,33 +189,6 @@ def compile_all() -> dict[str, float]:
                 each.compiled()
                 seconds[f"{module.__name__.split('.')[-1]}.{each.function.__name__}"] = time.perf_counter() - begin
     return seconds
-
-
-def _wait_for(work: Callable[[], None]) -> None:
-    """Run this in its own thread and raise its errors.
-
-    Locks are taken in C alone: `threading.Thread` takes some in Python code, where a signal handler that raises would
-    leave them held.
-    """
-    global waited_seconds
-    errors: list[BaseException] = []
-    running = threading.Lock()
-    running.acquire()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            running.release()
-
-    begin = time.perf_counter()
-    _thread.start_new_thread(run, ())
-    running.acquire()
-    waited_seconds += time.perf_counter() - begin
-    if errors:
-        raise errors[0]
 
 
 def _modules() -> list[ModuleType]:

@@ -327,10 +327,12 @@ def make_add_step(
     ) -> None:
         if looks_up is not None:
             looks_up.find_highest(counters)
-        inputs, kept = tuple([values[name] for name in names]), tuple([(finals or {})[name] for name in final_names])
+        inputs, kept = tuple(map(values.__getitem__, names)), tuple(map((finals or {}).__getitem__, final_names))
         ends = values["terminated"].view(torch.uint8), values["truncated"].view(torch.uint8)
         numbers = () if masses is None or priorities is None else (priorities,)
-        fits = (ready or aligned(*inputs, *ends)) and aligned(*kept) and aligned(*numbers)
+        # values that are ready are aligned
+        others = (*kept, *numbers) if ready else (*inputs, *ends, *kept, *numbers)
+        fits = not others or aligned(*others)
         launch(inputs, kept, ends, numbers, keys, aligned=fits)
 
     return add_step

@@ -27,13 +27,6 @@ Result = TypeVar("Result")
 put: Callable[[Any, Any, Any], None] = setitem
 
 
-def as_numpy(tensor: Tensor | np.ndarray) -> np.ndarray:
-    """A NumPy view of a CPU tensor's memory; bfloat16, which NumPy lacks, is seen as int16. An array is its own."""
-    if isinstance(tensor, np.ndarray):
-        return tensor
-    return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
-
-
 def contiguous(array: np.ndarray) -> np.ndarray:
     """The values of an array end to end, in memory that a loop may take: contiguous and writable, if need be a copy."""
     flat = np.asarray(array).reshape(-1)
@@ -76,7 +69,7 @@ def gather_rows(rows: np.ndarray, slots: np.ndarray, memory: BatchMemory | None 
 
 
 def as_torch(rows: np.ndarray, field: Field) -> Tensor:
-    """A tensor over rows of a field as NumPy sees it, `as_numpy` undone."""
+    """A tensor over rows of a field as NumPy sees it: `fields.as_numpy` undone."""
     tensor = torch.from_numpy(rows)
     return tensor.view(torch.bfloat16) if field.dtype == torch.bfloat16 else tensor
 

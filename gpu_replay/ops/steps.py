@@ -99,7 +99,10 @@ class HostSteps:
         Warns of the first flawed ending, before anything changes.
         """
         flat_masses = _NOTHING if masses is None else contiguous(masses)
-        ended, cut, rewards = map(contiguous, steps)
+        ended, cut, rewards = steps
+        # arrays of a step mostly lie end to end
+        if ended.ndim > 1 or not (ended.flags.carray and cut.flags.carray and rewards.flags.carray):
+            ended, cut, rewards = map(contiguous, steps)
         call = ended, cut, rewards, flat_masses, kept.places, saturated, *self._arguments
         try:
             # the loop comes first: where it refuses, nothing is written

@@ -125,7 +125,7 @@ def test_final_observations_come_in_every_form(form: str, device: str, tmp_path:
                 "image": objects([row and row["image"] for row in rows]),
                 "robot": {name: objects([row and row["robot"][name] for row in rows]) for name in ("arm", "a-b/0")},
             },
-            "list": rows,
+            "list": objects(rows),
         }
         played.append({"obs": observed(number), **step})
         given.append(dotted if form == "dotted" else {"final_obs": forms[form]})
@@ -151,7 +151,8 @@ def test_final_observations_that_do_not_fit_are_refused(device: str) -> None:
     missing = {"image": final["image"]}
     for error, message, given in (
         (KeyError, "final_obs.sound", final | {"sound": np.zeros(2)}),
-        (KeyError, "environment 1 must hold", [rows_of(final, [True] * 2)[0], missing]),
+        (KeyError, "environment 1 must hold", objects([rows_of(final, [True] * 2)[0], missing])),
+        (TypeError, "object array", rows_of(final, [True] * 2)),
         (TypeError, "3 observation fields", np.zeros((2, 3))),
     ):
         with pytest.raises(error, match=message):
@@ -180,7 +181,7 @@ def test_final_observations_of_a_tuple_space_come_in_tuples(device: str) -> None
         buffers[0].add(obs=obs_now, **given, final_obs=final_now)
         buffers[1].add(obs=obs_now, **given, final_obs=objects(list(zip(*final_now, strict=True))))
     buffers[2].extend(obs=obs, **many, final_obs=final)
-    buffers[3].extend(obs=obs, **many, final_obs=objects(list(zip(*final, strict=True))))
+    buffers[3].extend(obs=obs, **many, final_obs=list(zip(*final, strict=True)))
     batch = buffers[0].sample(6)
     assert batch["next_obs.item_0"].tolist() == [2, 3, 4, 103, 104, 105]
     for other in buffers[1:]:

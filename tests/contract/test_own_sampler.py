@@ -408,8 +408,6 @@ def test_chances_that_do_not_sum_to_one_are_refused_and_change_nothing(name: str
         for _ in range(4):
             buffer.add(**given(buffer))
         before, calls = whole_state(buffer), [partial(buffer.sample, 5), buffer.stats]
-        if kind != "exact":
-            calls.append(partial(buffer.sample_sequences, 5, 2))
         for call in calls * 2:
             with pytest.raises(ValueError, match=r"Improbable\(name=.* chances of all \d+ places .* sum to 1; found"):
                 call()

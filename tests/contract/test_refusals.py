@@ -179,7 +179,7 @@ def test_settings_that_mean_nothing_are_refused(call: Callable[[], Any], error: 
 
 # `__class__` and the like are found in place of a field of that name
 RESERVED = ["self", "key", "weight", "probability", "priority", "keys", "values", "items", "to", "cat", "to_dict"]
-RESERVED += ["minibatches", "pin_memory", "to_tensordict", "_tensors", "__class__", "__len__"]
+RESERVED += ["minibatches", "pin_memory", "to_tensordict", "__dict__", "__class__", "__len__"]
 RESERVED_IN_STEPS = ["reward", "terminated", "truncated", "discount", "next_obs", "final_obs", "mask"]
 
 

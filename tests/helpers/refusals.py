@@ -125,6 +125,13 @@ GIVEN: list[tuple[Any, ...]] = [
     ("priority", Tensor.cfloat, LOSSY, "priorit"),
     *(("priority", lambda p, v=value: p * v, ValueError, "finite", on_the_host) for value in NOT_FINITE),
     ("final_obs", lambda v: v[..., None], ValueError, "final_obs", takes_finals),
+    (
+        "final_obs",
+        lambda v: [None] * len(v),
+        TypeError,
+        r"'final_obs' must be an array \[E.*object array",
+        takes_finals,
+    ),
     ("final_obs.image", torch.zeros(3, 2), KeyError, "final_obs", lambda buffer: buffer.autoreset != "next_step"),
     ("final_obs", lambda v: v, ValueError, NO_FINALS, takes_none),
 ]
@@ -139,6 +146,8 @@ EXTENDED: list[tuple[Any, ...]] = [
     ("final_obs", [None] * 3, ValueError, "'final_obs' needs 2 steps; found 3", lambda buffer: "obs" in buffer.fields),
     ("final_obs", lambda v: v[..., None], ValueError, r"'final_obs' needs shape \[2, ", takes_finals),
     ("final_obs", lambda v: [np.full(v.shape[1], None)] * 2, ValueError, "None for environment", takes_finals),
+    ("final_obs", (None, None), TypeError, r"'final_obs' must be an array \[E.*object array", takes_finals),
+    ("final_obs", np.full(2, None), ValueError, r"'final_obs' needs shape \[2, \d.*found \[2\]", takes_finals),
     ("final_obs", Tensor.to_sparse, TypeError, "'final_obs' must be a dense", takes_finals),
     ("final_obs", {"x": 1}, TypeError, "'final_obs' .*found a dictionary", takes_finals),
 ]
