@@ -166,7 +166,16 @@ def _kernels(options: argparse.Namespace) -> Work:
 
 def _peers(options: argparse.Namespace) -> Work:
     device = _device("peers --device cuda", options.device)
-    names = available(options.peer or names_on(device.type), device)
+    asked = options.peer or names_on(device.type)
+    needed = sorted({PEERS[name].distribution or "" for name in asked})
+    # what needs no library counts where it was asked for, and on a GPU, where it is what learners write
+    alone = "" in needed and (options.peer or device.type == "cuda")
+    if not (alone or any(map(installed_version, filter(None, needed))) or (options.only or "").startswith("field")):
+        raise CannotMeasure(
+            f"nothing to compare with is installed ({', '.join(filter(None, needed))}); install some of these, or all with "
+            '`pip install "gpu-replay[peers]"`.'
+        )
+    names = available(asked, device)
     versions = {**peer_versions(names), "skrl": installed_version("skrl")}
     many = field.parts(options.quick, device) if options.peer is None else []
     if device.type == "cpu":

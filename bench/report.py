@@ -46,7 +46,7 @@ def best_baseline(record: Record, others: Iterable[Record]) -> Record | None:
         for other in others
         if measured(other) == measured(record)
         and other.implementation != OURS
-        and (other.implementation not in UNIFORM or other.operation == "step-uniform")
+        and (other.implementation not in UNIFORM or "uniform" in other.operation)
         and not other.implementation.endswith(ALONE)
         and other.quick <= record.quick
     ]
