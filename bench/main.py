@@ -28,7 +28,6 @@ from . import (
     records,
     report,
     scale,
-    storage,
     subjects,
 )
 from .measure import How, Part, Plan, Run, copy_bandwidth
@@ -170,9 +169,10 @@ def _peers(options: argparse.Namespace) -> Work:
     needed = sorted({PEERS[name].distribution or "" for name in asked})
     # what needs no library counts where it was asked for, and on a GPU, where it is what learners write
     alone = "" in needed and (options.peer or device.type == "cuda")
-    if not (alone or any(map(installed_version, filter(None, needed))) or (options.only or "").startswith("field")):
+    libraries = list(filter(None, needed))
+    if not (alone or any(map(installed_version, libraries)) or (options.only or "").startswith("field")):
         raise CannotMeasure(
-            f"nothing to compare with is installed ({', '.join(filter(None, needed))}); install some of these, or all with "
+            f"nothing to compare with is installed ({', '.join(libraries)}); install some of these, or all with "
             '`pip install "gpu-replay[peers]"`.'
         )
     names = available(asked, device)
@@ -211,10 +211,6 @@ SUITES: dict[str, tuple[Callable[[argparse.Namespace], Work], str]] = {
     "sharded": (
         lambda options: Work(sharded_parts(options.quick)),
         "rows and bytes that the ranks of a sharded buffer send each other, on gloo over the loopback device",
-    ),
-    "storage": (
-        lambda options: Work([(storage.cases(options.quick), storage.records)]),
-        "storing transitions and reading batches, for deque, list, NumPy rings and this buffer",
     ),
 }
 
