@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gpu_replay import Uniform
 from gpu_replay.console.arguments import Parser, pathname, positive
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.progress import Progress
@@ -139,13 +140,17 @@ def _gpu(options: argparse.Namespace) -> Work:
         ("frames", ATARI_BATCH, 0),
         ("frame-add", ATARI_ENVS, ATARI_ENVS),
     ]
+    wide = (slots[-1], rows[-1]) if options.quick else (200_000, 32_768)
     # filled once for both ways
     vectors = {OURS: cache(partial(subjects.replay, device=device))}
     stacks = {OURS: cache(partial(subjects.frames, device=device, envs=ATARI_ENVS))}
+    uniform: Any = {"sampler": Uniform(replacement=True), "width": subjects.WIDE}
+    plain = {OURS: cache(partial(subjects.replay, device=device, **uniform))}
     parts: list[Part] = [
         ([Case(name, capacity, batch, added) for name, batch, added in atari], partial(Run.records, makers=stacks)),
         (operations.step_cases(slots, rows), partial(Run.records, makers=vectors)),
         field.loop_part(options.quick, device),
+        ([Case("wide-sample", *wide)], partial(Run.records, makers=plain)),
     ]
     # all single calls before any capture, after which they would wait for the device
     return Work(parts, device, (options.timing,) if options.timing else ("events", "graph"))

@@ -49,6 +49,8 @@ def row_bytes(dtypes: Dtypes = DTYPES) -> int:
 
 
 ROW_BYTES = row_bytes()
+# numbers of an observation of rows of 3.7 kB
+WIDE = 464
 
 STACK = 4
 SHAPE = (84, 84)
