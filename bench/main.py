@@ -15,7 +15,7 @@ import torch
 
 from gpu_replay import Uniform
 from gpu_replay.console.arguments import Parser, pathname, positive
-from gpu_replay.console.errors import UserError, require
+from gpu_replay.console.errors import UserError, install, require
 from gpu_replay.console.progress import Progress
 
 from . import (
@@ -177,8 +177,8 @@ def _peers(options: argparse.Namespace) -> Work:
     libraries = list(filter(None, needed))
     if not (alone or any(map(installed_version, libraries)) or (options.only or "").startswith("field")):
         raise CannotMeasure(
-            f"nothing to compare with is installed ({', '.join(libraries)}); install some of these, or all with "
-            '`pip install "gpu-replay[peers]"`.'
+            f"nothing to compare with is installed ({', '.join(libraries)}); install some of these, or all: "
+            f"{install('peers')}."
         )
     names = available(asked, device)
     versions = {**peer_versions(names), "skrl": installed_version("skrl")}
