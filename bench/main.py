@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gpu_replay import Uniform
 from gpu_replay.console.arguments import Parser, pathname, positive
-from gpu_replay.console.errors import UserError, require
+from gpu_replay.console.errors import UserError, install, require
 from gpu_replay.console.progress import Progress
 
 from . import (
@@ -28,7 +29,6 @@ from . import (
     records,
     report,
     scale,
-    storage,
     subjects,
 )
 from .measure import How, Part, Plan, Run, copy_bandwidth
@@ -140,13 +140,17 @@ def _gpu(options: argparse.Namespace) -> Work:
         ("frames", ATARI_BATCH, 0),
         ("frame-add", ATARI_ENVS, ATARI_ENVS),
     ]
+    wide = (slots[-1], rows[-1]) if options.quick else (200_000, 32_768)
     # filled once for both ways
     vectors = {OURS: cache(partial(subjects.replay, device=device))}
     stacks = {OURS: cache(partial(subjects.frames, device=device, envs=ATARI_ENVS))}
+    uniform: Any = {"sampler": Uniform(replacement=True), "width": subjects.WIDE}
+    plain = {OURS: cache(partial(subjects.replay, device=device, **uniform))}
     parts: list[Part] = [
         ([Case(name, capacity, batch, added) for name, batch, added in atari], partial(Run.records, makers=stacks)),
         (operations.step_cases(slots, rows), partial(Run.records, makers=vectors)),
         field.loop_part(options.quick, device),
+        ([Case("wide-sample", *wide)], partial(Run.records, makers=plain)),
     ]
     # all single calls before any capture, after which they would wait for the device
     return Work(parts, device, (options.timing,) if options.timing else ("events", "graph"))
@@ -166,7 +170,17 @@ def _kernels(options: argparse.Namespace) -> Work:
 
 def _peers(options: argparse.Namespace) -> Work:
     device = _device("peers --device cuda", options.device)
-    names = available(options.peer or names_on(device.type), device)
+    asked = options.peer or names_on(device.type)
+    needed = sorted({PEERS[name].distribution or "" for name in asked})
+    # what needs no library counts where it was asked for, and on a GPU, where it is what learners write
+    alone = "" in needed and (options.peer or device.type == "cuda")
+    libraries = list(filter(None, needed))
+    if not (alone or any(map(installed_version, libraries)) or (options.only or "").startswith("field")):
+        raise CannotMeasure(
+            f"nothing to compare with is installed ({', '.join(libraries)}); install some of these, or all: "
+            f"{install('peers')}."
+        )
+    names = available(asked, device)
     versions = {**peer_versions(names), "skrl": installed_version("skrl")}
     many = field.parts(options.quick, device) if options.peer is None else []
     if device.type == "cpu":
@@ -202,10 +216,6 @@ SUITES: dict[str, tuple[Callable[[argparse.Namespace], Work], str]] = {
     "sharded": (
         lambda options: Work(sharded_parts(options.quick)),
         "bytes that the ranks of one memory send each other, on gloo over the loopback device",
-    ),
-    "storage": (
-        lambda options: Work([(storage.cases(options.quick), storage.records)]),
-        "storing transitions and reading batches, for deque, list, NumPy rings and this buffer",
     ),
 }
 

@@ -6,7 +6,7 @@ Without names it runs the parts of a round, which fits fifteen minutes; others a
 checkout and a Python with PyTorch, Triton, NumPy and pytest, but no installation and no network. Each step of a part is
 a process with its own time limit: it is interrupted at the limit and killed ten seconds later, and the next step
 starts. A step leaves NAME.log. Results are written at once, so a part may be killed at any moment. The exit status is 0
-only if every step succeeded.
+only if every step succeeded. At its end it says what the records of its folder decide.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 # seconds of each part: those of a round, in the order in which they run, and those on request
@@ -40,6 +40,38 @@ GPU_ONLY = "test_gpu"
 TINY = "--steps 120 --num-envs 8 --capacity 400 --warmup 80 --batch-size 8 --updates 1 --eval-episodes 2"
 TINY += " --eval-max-steps 5 --log-every 40"
 DESCRIBE = "import torch, triton; print(torch.cuda.get_device_name())"
+
+
+class Decision(NamedTuple):
+    """A part of the code that stays as it is if medians are small enough.
+
+    suite:    whose records.
+    compared: of each case an implementation, and the other one that it is divided by; "" for its microseconds alone.
+    most:     that each may be.
+    change:   what is done otherwise.
+    """
+
+    suite: str
+    compared: Sequence[tuple[str, str, str]]
+    most: float
+    change: str
+
+
+OURS, HOST, BUSY_DRAWS, FEW_DRAWS = "gpu_replay", "host/N=100k/B=256", "draw/N=1M/B=65536", "draw/N=1M/B=256"
+_scans = [(f"prefix-sum/N={size}", OURS, "cumsum") for size in ("1M", "10M", "100M")]
+_frames = [(f"frame-gather/N=1M/B={batch}", OURS, "index_select") for batch in (256, 4096, 65_536)]
+_calls = [(HOST, call, f"{call}, Triton's launcher") for call in ("add", "sample", "update_priorities")]
+_wide = [("wide-sample/N=200k/B=32768", OURS, "")]
+# microseconds of an H200; 32 draws a program must take half of what 16 took in the first round (29.2), and of few draws
+# at most 5% more (5.74)
+DECISIONS = {
+    "the scan": Decision("kernels", _scans, 1.03, "take torch.cumsum, or one launch with a look-back"),
+    "32 draws a program": Decision("kernels", [(BUSY_DRAWS, OURS, "")], 14.6, "try 64 and 128"),
+    "32 draws a program of few": Decision("kernels", [(FEW_DRAWS, OURS, "")], 6.0, "take fewer for small batches"),
+    "frames": Decision("kernels", _frames, 1.0, "choose the tiles of the slower batches anew (ops/frame_tiles.py)"),
+    "direct launches": Decision("host", _calls, 1.0, "launch with Triton's own launcher alone"),
+    "32,768 rows of 3.7 kB": Decision("gpu", _wide, 80.0, "choose the tile of wide rows anew (ops/ring.py)"),
+}
 
 
 class Step(NamedTuple):
@@ -117,7 +149,8 @@ class Round:
         skipped = [*(f"{name}/N=10*k*" for name in small), "draw/N=10M*", "update/N=10M*"]
         skipped += ["rank-draw/N=10*M*", "draw-update/N=100k*"]
         yield self._bench("kernels", 0.7 * seconds, "timing", only="N=1k", skip=skipped)
-        yield self._bench("gpu", 0.3 * seconds, "timing", only="*cycle*", skip=("*N=10k*", "*N=100k*", "*N=10M*"))
+        # cycles and wide rows
+        yield self._bench("gpu", 0.3 * seconds, "timing", only="*[cw][yi]*", skip=("*N=10k*", "*N=100k*", "*N=10M*"))
 
     def peers(self, seconds: float) -> Iterator[Step]:
         """Beside other libraries, those that are installed."""
@@ -175,7 +208,38 @@ def main(argv: Sequence[str]) -> int:
         if ended.get("contact") == NO_LAUNCH:
             print("== no kernel can be launched, so nothing else is tried")
             break
+    if not options.dry_run:
+        print("== what the records decide", *decided(options.output), sep="\n")
     return int(status)
+
+
+def decided(output: Path) -> list[str]:
+    """A line for each decision, with figures of the newest commit; replayed calls count before launched ones.
+
+    What the folder has no record of leaves it open, unless another figure is too large already.
+    """
+    files = [output / f"{suite}.jsonl" for suite in {each.suite for each in DECISIONS.values()}]
+    records = [json.loads(line) for file in files if file.is_file() for line in file.read_text().splitlines()]
+    # earlier rounds may have left theirs
+    newest: dict[str, Any] = max((each["environment"] for each in records), key=lambda made: made["date"], default={})
+    records = [each for each in records if each["environment"]["commit"] == newest["commit"]]
+    records.sort(key=lambda record: record["timing"] == "graph")
+    medians = {(each["case"], each["implementation"]): each["quantiles"]["p50"] for each in records}
+    lines = []
+    for about, (_, compared, most, change) in DECISIONS.items():
+        told, found = [], []
+        for case, mine, other in compared:
+            time, base = medians.get((case, mine)), medians.get((case, other)) if other else 1.0
+            told.append(f"{case if mine == OURS else mine} not measured")
+            if time and base:
+                found.append(time / base)
+                told[-1] = told[-1].replace(
+                    "not measured", f"{time:.1f} µs" + (f", {found[-1]:.2f} of {other}" if other else "")
+                )
+        over = any(value > most for value in found)
+        verdict = change if over else "stays" if len(found) == len(told) else "open"
+        lines.append(f"{about}: {verdict} ({'; '.join(told)}; at most {most:g})")
+    return lines
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:

@@ -19,7 +19,7 @@ from gpu_replay.console.errors import UserError
 from . import baselines, ours
 from .baselines import Maker
 from .kernel_checks import draw_updates, draws, updates
-from .subjects import FIELDS, FRAME_BYTES, ROW_BYTES, STACK, described
+from .subjects import FIELDS, FRAME_BYTES, ROW_BYTES, STACK, WIDE, described, dtypes_of, row_bytes
 
 OURS = "gpu_replay"
 CAPACITIES = (10_000, 100_000, 1_000_000)
@@ -179,14 +179,15 @@ OPERATIONS: dict[str, Operation] = {
     "step-cycle": Operation(f"{_STEP}, sample, update", **CYCLE),
     "step-uniform": Operation(f"{_STEP}, sample, no priorities", "read", added=ADD, drawn=SAMPLE),
     "sample": Operation(call="sample", drawn=SAMPLE),
+    # rows of 3.7 kB, without priorities
+    "wide-sample": Operation(
+        call="sample", drawn=2 * row_bytes(dtypes_of(WIDE)) + 8, fields=described(dtypes_of(WIDE))
+    ),
     # stacks of four frames of 84x84 before and after
     "frames": _frames(call="sample", drawn=STACKS),
     # settings of this package beside each other: by rank or by mass, with or without replacement
     "ratio-rank": Operation(**CYCLE),
     "ratio-replacement": Operation(call="sample", drawn=SAMPLE),
-    "storage-one": Operation(call="add", added=2 * ROW_BYTES + 8),
-    "storage-blocks": Operation(call="add", added=2 * ROW_BYTES + 8),
-    "storage-batches": Operation(call="sample", drawn=2 * ROW_BYTES),
     # many environments: a step of all is added, rows of n-step windows are sampled
     "field/add": Operation(call="add", added=2 * HUMANOID_BYTES, fields=HUMANOID),
     "field/bytes": Operation(fields=HUMANOID),

@@ -12,7 +12,8 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,21 +27,64 @@ from .records import CannotMeasure, installed_version
 from .subjects import ALPHA, BETA, EPS, Rows, Sampled, Subject, Task, buffer_fields, tensors
 from .torch_rings import Fields, PrioritizedTorchRing, TorchRing
 
+# weights of a batch without priorities
+_ones = cache(lambda batch: np.ones(batch, np.float32))
+
 
 def cpprb(task: Task) -> Subject:
-    """`PrioritizedReplayBuffer` in C++, which returns NumPy arrays; scalars come as [B, 1]."""
+    """`PrioritizedReplayBuffer` or `ReplayBuffer` in C++, which return NumPy arrays; scalars come as [B, 1]."""
     fields = {name: {"shape": shape or 1, "dtype": dtype} for name, (shape, dtype) in task.dtypes.items()}
-    buffer = importlib.import_module("cpprb").PrioritizedReplayBuffer(task.capacity, fields, alpha=ALPHA)
+    library, prioritized = importlib.import_module("cpprb"), not task.uniform
+    kind = partial(library.PrioritizedReplayBuffer, alpha=ALPHA) if prioritized else library.ReplayBuffer
+    buffer, draw = kind(task.capacity, fields), {"beta": BETA} if prioritized else {}
 
     def sample(batch: int) -> Sampled:
-        drawn = buffer.sample(batch, beta=BETA)
-        found = {**{name: drawn[name] for name in task.dtypes}, "weight": drawn["weights"]}
-        return drawn["indexes"], tensors(found, task.device)
+        drawn = buffer.sample(batch, **draw)
+        found = {name: drawn[name] for name in task.dtypes}
+        return drawn.get("indexes"), tensors({**found, "weight": drawn.get("weights", _ones(batch))}, task.device)
 
     def update(indices: Any, priorities: Tensor) -> object:
         return buffer.update_priorities(indices, priorities.cpu().numpy())
 
-    return task.subject(lambda rows: buffer.add(**rows), sample, update)
+    return task.subject(lambda rows: buffer.add(**rows), sample, update if prioritized else lambda *_: None)
+
+
+def rlox(task: Task) -> Subject:
+    """`PrioritizedReplayBuffer` or `ReplayBuffer` in Rust: values are float32 and flags are 0 or 1.
+
+    The first takes one transition a call, and draws the same rows again unless each sample is given another seed.
+    """
+    if task.stacks:
+        raise CannotMeasure("it stores float32 alone, in which stacks of frames would take four times their bytes.")
+    library, prioritized = importlib.import_module("rlox"), not task.uniform
+    kind = partial(library.PrioritizedReplayBuffer, alpha=ALPHA, beta=BETA) if prioritized else library.ReplayBuffer
+    buffer, seeds = kind(task.capacity, task.width, 1), count()
+    names = dict(zip(task.dtypes, ("obs", "actions", "rewards", "next_obs", "terminated"), strict=True))
+
+    def inputs(rows: Rows) -> Any:
+        obs, after, action = (rows[name].astype(np.float32) for name in ("obs", "next_obs", "action"))
+        reward, ended = rows["reward"].astype(np.float32), rows["terminated"]
+        if prioritized:
+            flags = ended.tolist()
+            return list(zip(obs, action[:, None], reward.tolist(), flags, repeat(False), after, strict=False))
+        flat = (obs.ravel(), after.ravel(), action, reward)
+        return (*flat, ended.astype(np.uint8), np.zeros(len(ended), np.uint8))
+
+    def add(rows: Any) -> None:
+        for row in rows:
+            buffer.push(*row)
+
+    def sample(batch: int) -> Sampled:
+        drawn = buffer.sample(batch, next(seeds))
+        found = {ours: drawn[theirs] for ours, theirs in names.items()}
+        return drawn.get("indices"), tensors({**found, "weight": drawn.get("weights", _ones(batch))}, task.device)
+
+    def update(indices: Any, priorities: Tensor) -> object:
+        return buffer.update_priorities(indices, priorities.cpu().numpy().astype(np.float64))
+
+    if prioritized:
+        return task.subject(add, sample, update, inputs)
+    return task.subject(lambda rows: buffer.push_batch(*rows), sample, lambda *_: None, inputs)
 
 
 def tianshou(task: Task) -> Subject:
@@ -297,17 +341,20 @@ class Peer(NamedTuple):
     make:         gives an empty buffer for a task.
     distribution: what has to be installed, if anything.
     uniform:      it has no priorities and so does less.
+    both:         it has a buffer without priorities too, for tasks that ask for none.
     devices:      types of the devices on which it gives its batches; a library that stores on a CPU copies them there.
     """
 
     make: Callable[[Task], Subject]
     distribution: str | None
     uniform: bool = False
+    both: bool = False
     devices: tuple[Literal["cpu", "cuda"], ...] = ("cpu",)
 
 
 PEERS = {
-    "cpprb": Peer(cpprb, "cpprb", devices=("cpu", "cuda")),
+    "cpprb": Peer(cpprb, "cpprb", both=True, devices=("cpu", "cuda")),
+    "rlox": Peer(rlox, "rlox", both=True, devices=("cpu", "cuda")),
     "tianshou": Peer(tianshou, "tianshou"),
     "flashbax": Peer(flashbax, "flashbax"),
     "torchrl": Peer(torchrl, "torchrl", devices=("cpu", "cuda")),

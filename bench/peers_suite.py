@@ -103,7 +103,7 @@ def parts(sizes: Sizes, names: Sequence[str]) -> list[Part]:
         found.append(beside([Case("add", largest, many, many)], vectors, names, added=many))
         found.append(framed([Case("frame-add", stacks, many, many)], many))
     steps = [Case("step-add", one, 1, 1), Case("step-cycle", one, STEP_BATCH, 1)]
-    uniform = [name for name in names if PEERS[name].uniform]
+    uniform = [name for name in names if PEERS[name].uniform or PEERS[name].both]
     without = partial(stepped, sampler=Uniform())
     # settings of this package; the first of each is the reference of the ratios
     samplers = (Proportional(alpha=ALPHA, beta=BETA), RankBased(alpha=ALPHA, beta=BETA))
@@ -114,7 +114,7 @@ def parts(sizes: Sizes, names: Sequence[str]) -> list[Part]:
         *found,
         beside(steps, stepped, names, added=1, stepped=True),
         beside([Case("step-exact", one, 1, 1)], vectors, names, added=1),
-        beside([Case("step-uniform", one, STEP_BATCH, 1)], without, uniform, added=1, stepped=True),
+        beside([Case("step-uniform", one, STEP_BATCH, 1)], without, uniform, added=1, stepped=True, uniform=True),
         (ranked, partial(Run.records, makers=ranks)),
         ([Case("ratio-replacement", sizes.slots, 64)], partial(Run.records, makers=draws)),
     ]

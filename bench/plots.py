@@ -18,7 +18,7 @@ from .records import Record
 IN_SHORT = ("peers", "cycle", 256)
 _INK, _FAINT = "0.15", "0.85"
 # the first is this package's
-_COLORS = (*PALETTE[1:], GREY)
+_COLORS = (*PALETTE[1:], PALETTE[0], GREY)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
 
 

@@ -24,7 +24,6 @@ from .operations import KERNELS, OPERATIONS, OURS, short
 from .peers import PEERS
 from .records import Record, recorded_folder
 from .sharded import sharded_table
-from .storage import storage_table
 
 Records = Sequence[Record]
 
@@ -46,7 +45,7 @@ def best_baseline(record: Record, others: Iterable[Record]) -> Record | None:
         for other in others
         if measured(other) == measured(record)
         and other.implementation != OURS
-        and (other.implementation not in UNIFORM or other.operation == "step-uniform")
+        and (other.implementation not in UNIFORM or "uniform" in other.operation)
         and not other.implementation.endswith(ALONE)
         and other.quick <= record.quick
     ]
@@ -315,7 +314,6 @@ SECTIONS: dict[str, Section] = {
     "scale": Section("scale", scale_table, lambda record: record.unit == "us"),
     "bytes": Section("scale", bytes_table, lambda record: record.unit == "bytes"),
     "sharded": Section("sharded", sharded_table),
-    "storage": Section("storage", storage_table),
     "host": Section("host", host_table),
 }
 # texts that are not of one suite, made of all records

@@ -49,6 +49,8 @@ def row_bytes(dtypes: Dtypes = DTYPES) -> int:
 
 
 ROW_BYTES = row_bytes()
+# numbers of an observation of rows of 3.7 kB
+WIDE = 464
 
 STACK = 4
 SHAPE = (84, 84)
@@ -136,6 +138,7 @@ class Task:
     device:  where batches are wanted; a library that can stores its rows there.
     stepped: whether rows come from a loop over one environment: a float64 reward; flags in an array, which some need.
     width:   numbers of an observation that is a vector.
+    uniform: whether no priorities are asked for, where a library has a buffer without them.
     """
 
     capacity: int
@@ -144,6 +147,7 @@ class Task:
     device: torch.device = CPU
     stepped: bool = False
     width: int = 4
+    uniform: bool = False
 
     @property
     def dtypes(self) -> Dtypes:

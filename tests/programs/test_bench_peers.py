@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_replay.bench import field, peers, peers_suite, report
+from gpu_replay.bench import main as commands
 from gpu_replay.bench.measure import Plan, Run, check, fill
 from gpu_replay.bench.operations import OURS
 from gpu_replay.bench.peers import PEERS, make_peer
@@ -99,7 +100,7 @@ def made(name: str, task: Task) -> Subject:
     try:
         return make_peer(name, task)
     except CannotMeasure as reason:
-        if re.search("needs `pip install|cannot be loaded by torch", str(reason)):
+        if re.search("needs `pip install|cannot be loaded by torch|stores float32 alone", str(reason)):
             pytest.skip(str(reason))
         raise
 
@@ -116,6 +117,34 @@ def test_an_installed_library_stores_samples_and_updates(name: str, stacks: bool
     if stacks:
         assert fields["obs"].shape == fields["next_obs"].shape == (32, 4, 84, 84)
         assert fields["obs"].dtype == torch.uint8
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if peer.both])
+def test_a_library_without_priorities_draws_new_rows_and_weighs_all_alike(name: str) -> None:
+    subject = made(name, Task(1_280, 8, uniform=True))
+    fill(subject, 1_280, CPU, rounds=1)
+    check(subject, name)
+    keys, first = subject.sample(256)
+    assert torch.equal(first["weight"], torch.ones(256))
+    # this does nothing
+    subject.update(keys, torch.where(torch.arange(256) > 0, 1e-6, 1e6))
+    drawn = torch.cat([subject.sample(256)[1]["obs"].reshape(256, 4)[:, 0] for _ in range(20)])
+    # 5,120 draws of 1,280 rows: 1,257 different ones are expected, with a deviation of 4.6
+    assert 1_235 < len(drawn.unique()) <= 1_280
+    assert not torch.equal(drawn[:256], first["obs"].reshape(256, 4)[:, 0])
+
+
+def test_bench_peers_is_refused_at_once_where_nothing_is_installed(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(commands, "installed_version", lambda distribution: None)
+    monkeypatch.setattr(commands, "available", lambda names, device: pytest.fail("a library was tried"))
+    for chosen in ([], ["--peer", "cpprb"], ["--only", "cycle"]):
+        assert commands.main(["peers", "--output", str(tmp_path / "peers.jsonl"), *chosen]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(r"nothing to compare with is installed \(.*cpprb.*pip install .*\[peers\]\"", line)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.filterwarnings("ignore")

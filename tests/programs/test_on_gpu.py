@@ -11,15 +11,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from bench_records import ENVIRONMENT, record
 
 from gpu_replay import cli
-from gpu_replay.bench import first_contact, on_gpu
+from gpu_replay.bench import first_contact, host_time, kernels, on_gpu
+from gpu_replay.bench import main as commands
 from gpu_replay.bench.first_contact import FEATURES, Feature, Wrong
 from gpu_replay.bench.on_gpu import PARTS, ROUND, Round, Step
+from gpu_replay.bench.operations import OURS, Case, chosen
+from gpu_replay.bench.records import Record
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "on_gpu.py"
@@ -104,6 +111,66 @@ def test_a_step_that_fails_hangs_or_loses_the_device_stops_nothing(
     assert capfd.readouterr().out.count("ended with status 3") == 1 + on_gpu.AGAIN
     assert run(seconds=0, late="print('late')") == {"late": on_gpu.OUT_OF_TIME}
     assert (tmp_path / "out" / "late.log").read_text() == "no time was left for it\n"
+
+
+def test_every_question_is_answered_by_records_that_its_round_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "_device", lambda command, kind: torch.device("cuda"))
+    options = SimpleNamespace(device="cuda", quick=False, timing=None)
+    steps = {step.name: step.command for part in ("host", "records") for step in steps_of(part)}
+    calls = host_time.buffer_calls(Case("host", 100, 8, 8), torch.device("cpu"))
+    for each in on_gpu.DECISIONS.values():
+        command = steps[f"bench-{each.suite}"]
+        skipped = [after for word, after in pairwise(command) if word == "--skip"]
+        parts = commands.SUITES[each.suite][0](options).parts  # type: ignore[arg-type]
+        measured = {case.name: case for case in chosen([case for cases, _ in parts for case in cases], None, skipped)}
+        for name, mine, other in each.compared:
+            made = {*kernels.makers(measured[name])} if each.suite == "kernels" else {OURS}
+            made |= {*calls, *(f"{call}, Triton's launcher" for call in calls)} if each.suite == "host" else set()
+            assert {mine, other} - {""} <= made
+
+
+def test_records_decide_and_what_is_missing_leaves_a_question_open(tmp_path: Path) -> None:
+    def written(suite: str, *records: Record) -> None:
+        lines = [replace(each, suite=suite).line() for each in records]
+        (tmp_path / f"{suite}.jsonl").write_text("\n".join(lines) + "\n")
+
+    def verdicts() -> dict[str, str]:
+        return dict(line.split(": ", 1) for line in on_gpu.decided(tmp_path))
+
+    assert all(line.startswith("open (") for line in verdicts().values())
+    assert len(verdicts()) == len(on_gpu.DECISIONS)
+    sides = (OURS, "cumsum")
+    pairs = {"1M": (15.0, 14.6), "10M": (60.0, 64.9), "100M": (560.0, 577.0)}
+    scans = [
+        record(f"prefix-sum/N={n}", us, of) for n, both in pairs.items() for us, of in zip(both, sides, strict=True)
+    ]
+    frames = [record(f"frame-gather/N=1M/B={b}", 9.0, of) for b in (256, 65_536) for of in (OURS, "index_select")]
+    draws = [record("draw/N=1M/B=65536", 14.7), record("draw/N=1M/B=256", 6.0)]
+    written("kernels", *scans, *frames, *draws)
+    calls = ("add", "sample", "update_priorities")
+    times = [record(on_gpu.HOST, 20.0, f"{call}, Triton's launcher") for call in calls]
+    written(
+        "host", *times, *(record(on_gpu.HOST, us, call) for us, call in zip((19.0, 20.2, 18.0), calls, strict=True))
+    )
+    # launched calls wait for the host
+    wide = record("wide-sample/N=200k/B=32768", 79.0, timing="graph")
+    written("gpu", wide, replace(wide, timing="events", quantiles={"p10": 90.0, "p50": 95.0, "p90": 99.0}))
+    found = verdicts()
+    assert found["the scan"].startswith("stays (prefix-sum/N=1M 15.0 µs, 1.03 of cumsum; ")
+    assert found["32 draws a program"] == "try 64 and 128 (draw/N=1M/B=65536 14.7 µs; at most 14.6)"
+    assert found["32 draws a program of few"].startswith("stays (")
+    assert found["frames"].startswith("open (frame-gather/N=1M/B=256 9.0 µs, 1.00 of index_select; ")
+    assert "B=4096 not measured" in found["frames"]
+    assert found["direct launches"].startswith("launch with Triton's own")
+    assert "sample 20.2 µs, 1.01 of sample, Triton's launcher" in found["direct launches"]
+    assert found["32,768 rows of 3.7 kB"] == "stays (wide-sample/N=200k/B=32768 79.0 µs; at most 80)"
+    # one figure that is too large is enough
+    written("kernels", record("frame-gather/N=1M/B=256", 9.1), record("frame-gather/N=1M/B=256", 9.0, "index_select"))
+    assert verdicts()["frames"].startswith("choose the tiles of the slower batches anew")
+    # figures of an older commit say nothing of this one
+    newer = replace(ENVIRONMENT, commit="fedcba987654", date="2026-02-03T00:00:00+00:00")
+    written("host", record(on_gpu.HOST, 20.0, "add", environment=newer))
+    assert {name for name, line in verdicts().items() if line.startswith("open (")} == {*found}
 
 
 def raises(error: Exception) -> Callable[[], str]:
