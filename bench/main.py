@@ -29,6 +29,7 @@ from . import (
     records,
     report,
     scale,
+    storage,
     subjects,
 )
 from .measure import How, Part, Plan, Run, copy_bandwidth
@@ -174,10 +175,9 @@ def _peers(options: argparse.Namespace) -> Work:
     needed = sorted({PEERS[name].distribution or "" for name in asked})
     # what needs no library counts where it was asked for, and on a GPU, where it is what learners write
     alone = "" in needed and (options.peer or device.type == "cuda")
-    libraries = list(filter(None, needed))
-    if not (alone or any(map(installed_version, libraries)) or (options.only or "").startswith("field")):
+    if not (alone or any(map(installed_version, filter(None, needed))) or (options.only or "").startswith("field")):
         raise CannotMeasure(
-            f"nothing to compare with is installed ({', '.join(libraries)}); install some of these, or all: "
+            f"nothing to compare with is installed ({', '.join(filter(None, needed))}); install some of these, or all: "
             f"{install('peers')}."
         )
     names = available(asked, device)
@@ -216,6 +216,10 @@ SUITES: dict[str, tuple[Callable[[argparse.Namespace], Work], str]] = {
     "sharded": (
         lambda options: Work(sharded_parts(options.quick)),
         "bytes that the ranks of one memory send each other, on gloo over the loopback device",
+    ),
+    "storage": (
+        lambda options: Work([(storage.cases(options.quick), storage.records)]),
+        "storing transitions and reading batches, for deque, list, NumPy rings and this buffer",
     ),
 }
 

@@ -336,19 +336,22 @@ class Run:
                 progress.say(str(reason))
         return found
 
-    def timed(self, case: Case, bound: Mapping[str, Bound], progress: Progress, flush: int = 0) -> Iterator[Record]:
+    def timed(
+        self, case: Case, bound: Mapping[str, Bound], progress: Progress, flush: int = 0, calls: int = 1
+    ) -> Iterator[Record]:
         """Time each implementation's call, interleaved with the others; one record each.
 
         bound: name to the call and what prepares it. Where calls are captured, they are prepared once, before the
                capture: a graph works on tensors that stay. A call that cannot be captured is timed by events, which
                is reported.
+        calls: how often a call does what is measured; the record then tells the seconds of all together.
         """
         # one of so many rounds that together do what the plan says
         parted = {name: getattr(self.plan, name) / self.rounds for name in ("warmup", "seconds")}
         plan = replace(self.plan, flush=flush, fewest=-(-self.plan.fewest // self.rounds), **parted)
         ready: dict[str, tuple[Call, Call, int, How]] = {}
         for name, (call, prepare) in bound.items():
-            ready[name] = (call, prepare, 1, self.way)
+            ready[name] = (call, prepare, calls, self.way)
             if self.way == "graph":
                 prepare()
                 held = 1 if flush else CALLS_PER_GRAPH
@@ -356,7 +359,7 @@ class Run:
                     ready[name] = (captured(call, self.device, held), queue_ahead, held, "graph")
                 except CaptureError as reason:
                     progress.say(f"{name} is timed by events, since it cannot be captured: {reason}")
-                    ready[name] = (call, prepare, 1, "events")
+                    ready[name] = (call, prepare, calls, "events")
         parts: dict[str, list[Timing]] = {name: [] for name in ready}
         for _ in range(self.rounds):
             for name, (call, prepare, each, _) in ready.items():
@@ -364,7 +367,8 @@ class Run:
         for name, timings in parts.items():
             found = np.concatenate([each.nanoseconds for each in timings])
             how = {"warmup": sum(each.warmup for each in timings), "flush": flush, "timing": ready[name][3]}
-            yield self.record(case, name, quantiles(found / 1000), found.size, **how)
+            seconds = {"seconds": round(float(found.sum()) * calls / 1e9, 6)} if calls > 1 else {}
+            yield self.record(case, name, quantiles(found / 1000), found.size * calls, **how, **seconds)
 
     def record(
         self, case: Case, implementation: str, quantiles: Mapping[str, float], repetitions: int, **more: Any

@@ -188,6 +188,9 @@ OPERATIONS: dict[str, Operation] = {
     # settings of this package beside each other: by rank or by mass, with or without replacement
     "ratio-rank": Operation(**CYCLE),
     "ratio-replacement": Operation(call="sample", drawn=SAMPLE),
+    "storage-one": Operation(call="add", added=2 * ROW_BYTES + 8),
+    "storage-blocks": Operation(call="add", added=2 * ROW_BYTES + 8),
+    "storage-batches": Operation(call="sample", drawn=2 * ROW_BYTES),
     # many environments: a step of all is added, rows of n-step windows are sampled
     "field/add": Operation(call="add", added=2 * HUMANOID_BYTES, fields=HUMANOID),
     "field/bytes": Operation(fields=HUMANOID),

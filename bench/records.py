@@ -71,6 +71,7 @@ class Record:
     bytes:          bytes that a call must move, read and written together; for memory, bytes of one row's fields.
     copy_bandwidth: bytes a second of a plain copy, read and written together, measured in the same run.
     copy_share:     bytes / median time / copy_bandwidth; None where the unit is not a time.
+    seconds:        of all recorded calls together, where the suite reports it.
     quick:          made with few repetitions, not to be quoted.
     flush:          bytes overwritten and read before each repetition to flush the caches, outside the measured time; 0
                     for caches as the previous calls left them.
@@ -95,6 +96,7 @@ class Record:
     copy_share: float | None
     quick: bool
     environment: Environment
+    seconds: float | None = None
     flush: int = 0
     timing: Literal["host", "events", "graph"] = "host"
     schema: int = SCHEMA
@@ -121,8 +123,6 @@ class Record:
             values = json.loads(line)
             if values["schema"] != SCHEMA:
                 raise ValueError(f"schema {values['schema']!r} found, {SCHEMA} expected")
-            # which lines of 0.3.0 have
-            values.pop("seconds", None)
             return cls(**{**values, "environment": Environment(**values["environment"])})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a benchmark record ({error}): {line[:80]!r}") from error

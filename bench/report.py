@@ -24,6 +24,7 @@ from .operations import KERNELS, OPERATIONS, OURS, short
 from .peers import PEERS
 from .records import Record, recorded_folder
 from .sharded import sharded_table
+from .storage import storage_table
 
 Records = Sequence[Record]
 
@@ -314,6 +315,7 @@ SECTIONS: dict[str, Section] = {
     "scale": Section("scale", scale_table, lambda record: record.unit == "us"),
     "bytes": Section("scale", bytes_table, lambda record: record.unit == "bytes"),
     "sharded": Section("sharded", sharded_table),
+    "storage": Section("storage", storage_table),
     "host": Section("host", host_table),
 }
 # texts that are not of one suite, made of all records

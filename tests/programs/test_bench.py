@@ -86,6 +86,7 @@ def test_bytes_that_must_move_by_hand() -> None:
     expected = {
         Case("cycle", 1000, 32, 8): add + sample + update,
         Case("frame-cycle", 1000, 32, 8): 2 * 32 * 2 * 4 * frame + 2 * 8 * frame,
+        Case("storage-blocks", 1000, 64, 64): 64 * (2 * row + 8),
         Case("prefix-sum", 1000, 0): 1000 * (8 + 8),
         Case("draw-update", 1000, 32): 32 * (8 + 8) + update,
         Case("row-gather", 1000, 32): 32 * (8 + row + row),

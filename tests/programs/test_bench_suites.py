@@ -1,4 +1,4 @@
-"""Suites with work of their own: checkpoints, and the cost of calls as they grow, beside plain C."""
+"""Suites with work of their own: storage layouts, checkpoints, and the cost of calls as they grow, beside plain C."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 import torch
 from bench_records import Capture, Patch, quicker
 
-from gpu_replay.bench import checkpoint, host_time, lower_bound, memory, plots, scale
+from gpu_replay.bench import checkpoint, host_time, lower_bound, memory, plots, scale, storage
 from gpu_replay.bench import main as commands
 from gpu_replay.bench.measure import check
 from gpu_replay.bench.records import Record, read
+from gpu_replay.bench.storage import CHUNK, LAYOUTS
 from gpu_replay.bench.subjects import FRAME_BYTES
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -27,6 +28,34 @@ def measured(tmp_path: Path, monkeypatch: Patch, suite: str, *options: str) -> l
     assert commands.main([suite, "--quick", "--output", f"{suite}.jsonl", *options]) == 0
     assert [path.name for path in tmp_path.iterdir()] == [f"{suite}.jsonl"]
     return read(tmp_path / f"{suite}.jsonl")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_keeps_the_last_rows_whole(name: str) -> None:
+    layout = LAYOUTS[name](100)
+    blocks, singles = (next(layout.stream(count, 1)) for count in (64, 1))
+    # blocks that wrap land at both ends; both streams give the same rows
+    layout.add(blocks)
+    layout.add(singles[:70])
+    found = layout.sample(100)[1]
+    assert layout.wrong(found) == []
+    assert layout.wrong({**found, "reward": found["reward"].roll(1)})
+    everything = LAYOUTS[name](CHUNK)
+    everything.add(singles)
+    rows = everything.sample(CHUNK)[1]["obs"][:, 0]
+    # the first 70 of the stream, and the 30 that were the last before
+    assert len({*found["obs"][:, 0].tolist()} & {*rows.tolist()}) == 100
+
+
+def test_every_part_of_every_layout_is_recorded(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(storage, "QUICK", (500, 2))
+    records = measured(tmp_path, monkeypatch, "storage")
+    assert [each.implementation for each in records] == 3 * list(LAYOUTS)
+    calls = {each.operation: (each.batch, each.repetitions) for each in records}
+    assert calls == {"storage-one": (1, 3200), "storage-blocks": (64, 50), "storage-batches": (50, 16)}
+    # of all calls together
+    assert all(each.seconds * 1e6 >= each.quantiles["p10"] * each.repetitions * 0.99 for each in records)
+    assert "3,200 one at a time, s" in capsys.readouterr().out
 
 
 def test_a_round_of_checkpoints_is_recorded(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
