@@ -317,12 +317,12 @@ def add_step_kernel(
             flawed = flawed & (taken == 0)
             if TERMINAL:
                 over = named & (terminated > 0)
-                lost = tl.sum((over & (taken == 0)).to(tl.int64))
+                unkept = tl.sum((over & (taken == 0)).to(tl.int64))
                 if not HINDSIGHT:
                     kept = (taken & cut).to(tl.int64)
-                    lost += tl.sum(loses.to(tl.int64))
+                    unkept += tl.sum(loses.to(tl.int64))
                     tl.atomic_add(counters_ptr + PENDING_TERMINALS, tl.sum(over.to(tl.int64)), sem="relaxed")
-                tl.atomic_add(counters_ptr + LOST_TERMINALS, lost, sem="relaxed")
+                tl.atomic_add(counters_ptr + LOST_TERMINALS, unkept, sem="relaxed")
         if SEQUENCES:
             flags = tl.where((flags & (TERMINATED | FINAL)) != 0, flags | TARGET, flags)
         # one sum of two counts
