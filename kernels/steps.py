@@ -362,7 +362,8 @@ def add_step_kernel(
             tl.atomic_max(owner_ptr + place, added + env, mask=taken, sem="relaxed")
             tl.store(final_ptr + slot, place.to(tl.int32), mask=taken)
             if TERMINAL and not HINDSIGHT:
-                # a terminated episode that lost its row has its own last observation from now on
+                # a terminated episode that lost its row has its own last observation from now on; other programs may
+                # read these flags meanwhile, but only how the step ended, which stays
                 tl.store(flags_ptr + loser, (left & (255 - FINAL)).to(tl.uint8), mask=loses)
         if HINDSIGHT:
             tl.store(parted_ptr + env, parted, mask=named)
