@@ -445,7 +445,7 @@ class RankBased(_Prioritized):
         return OrderRule()
 
     def _rows(self, host: HostState, count: int) -> Rows:
-        ranked = host.ranks.draw(host.random.doubles(count), stratified=self.stratified)
+        ranked = host.ranks.draw_ranks(host.random.doubles(count), stratified=self.stratified)
         return Rows(ranked.slots, ranked.masses, ranked.total, ranked.last if self.normalizes_over_buffer else 0)
 
     def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
