@@ -141,7 +141,8 @@ def _stored_rows(stored: Checkpoint, name: str, slots: np.ndarray) -> Tensor:
         return (part.start <= chosen) & (chosen < part.stop)
 
     def use(part: Part, rows: Tensor) -> None:
-        out[inside(part)] = rows[chosen[inside(part)] - part.start]
+        here = inside(part)
+        out[here] = rows[chosen[here] - part.start]
 
     stored.read_parts(lambda part: part.name == name and bool(inside(part).any()), Part.empty, use)
     return out
