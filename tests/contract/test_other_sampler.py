@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from devices import device_fixture as device_fixture
-from devices import scale
+from devices import scale, thinned
 from model import UNIT, RowModel, StepModel, mass_of
 from pairs import StepPair, live_through
 from programs import SAMPLERS
@@ -68,8 +68,7 @@ def go_on(pair: Any, turn: int) -> None:
     pair.update(keys, [0.25 * (1 + key % 5) for key in keys])
 
 
-@pytest.mark.parametrize("kind", ["rows", "steps", "windows"])
-@pytest.mark.parametrize("name", SAMPLERS)
+@thinned("name, kind", SAMPLERS, ["rows", "steps", "windows"])
 def test_priorities_go_on_where_both_samplers_have_them(name: str, kind: str, device: str, tmp_path: Path) -> None:
     draw = random.Random(f"{name} {kind}")
     others = [each for each in SAMPLERS if each != name]
