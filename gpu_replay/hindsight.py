@@ -34,8 +34,12 @@ class Hindsight:
                    of required positional parameters decides; a function without a signature gets two.
     ratio:         share of a batch that is rewritten: exactly `round(ratio * B)` random rows.
     strategy:      where a step's new goal comes from: "future", the goal achieved after a uniformly sampled step from
-                   the step itself to the last stored one of its episode; "final", after the last one, or the newest
-                   one of an unfinished episode; "episode", after any stored step of the episode.
+                   the step itself to the last stored one of its episode; "geometric", the same, but of `k` steps ahead
+                   with a probability proportional to `gamma ** (k - 1)`, where k=1 is the step itself; "final", after
+                   the last one, or the newest one of an unfinished episode; "episode", after any stored step of the
+                   episode.
+    gamma:         of the strategy "geometric" alone, above 0 and at most 1, where it equals "future". Goals beyond the
+                   stored end of an episode are left out, not moved to it.
     terminated_fn: `terminated_fn(achieved, desired)`, or with `step` as well: [K] bool, if reaching the goal ends an
                    episode: rewritten rows take `terminated` and `discount` from it. Without it these stay unchanged.
 
@@ -72,7 +76,8 @@ class Hindsight:
 
     Raises TypeError or ValueError for invalid settings.
 
-    Andrychowicz et al. 2017, "Hindsight Experience Replay".
+    Andrychowicz et al. 2017, "Hindsight Experience Replay"; Eysenbach et al. 2022, "Contrastive Learning as
+    Goal-Conditioned Reinforcement Learning" (geometric).
     """
 
     achieved: str = "achieved_goal"
@@ -81,6 +86,7 @@ class Hindsight:
     reward_fn: Callable[..., Any]
     ratio: float = 0.8
     strategy: Strategy = "future"
+    gamma: float | None = None
     terminated_fn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -101,6 +107,14 @@ class Hindsight:
             )
         object.__setattr__(self, "ratio", validation.check_float("Hindsight ratio", self.ratio, high=1.0))
         validation.check_choice("Hindsight strategy", self.strategy, get_args(Strategy))
+        if (self.gamma is None) == (self.strategy == "geometric"):
+            raise ValueError(
+                "Hindsight gamma belongs to strategy='geometric', which needs it, such as gamma=0.99; found "
+                f"strategy={self.strategy!r} and gamma={self.gamma!r}."
+            )
+        if self.gamma is not None:
+            gamma = validation.check_float("Hindsight gamma", self.gamma, high=1.0, above=True)
+            object.__setattr__(self, "gamma", gamma)
 
     @property
     def achieved_field(self) -> str:
@@ -119,6 +133,7 @@ class Hindsight:
             "desired": self.desired_field.removeprefix(_PREFIX),
             "ratio": self.ratio,
             "strategy": self.strategy,
+            **({} if self.gamma is None else {"gamma": self.gamma}),
         }
 
     def count(self, batch: int) -> int:

@@ -440,6 +440,7 @@ class TrajectoryReplayBuffer(Buffer):
         device: torch.device | str | None = None,
         relabel: Hindsight | None = None,
         *,
+        sampler: Sampler | None = None,
         sequences: Sequences | Literal["saved"] | None = "saved",
         begin_episodes: bool = False,
         storage_device: torch.device | str | None = None,
@@ -449,6 +450,8 @@ class TrajectoryReplayBuffer(Buffer):
         """Load the buffer that `save` wrote, on any device.
 
         relabel:  the saved buffer's `relabel`, whose functions are not saved.
+        sampler:  another sampler for the stored steps, as in `ReplayBuffer.load`; priorities that wait for their steps
+                  go on too.
         sequences: another kind of row for the stored steps: Sequences(length), or None for single steps. Priorities
                   stay; a start that had none has that of a new one.
         begin_episodes: True if you reset the environments since the save, as nearly every program does: the next steps
@@ -472,6 +475,7 @@ class TrajectoryReplayBuffer(Buffer):
             path,
             device,
             check,
+            sampler=sampler,
             relabel=relabel,
             **rows,
             storage_device=storage_device,

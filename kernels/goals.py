@@ -7,10 +7,11 @@ from .constants import ADDED, FINAL, FIRST, RANDOM, SEED
 from .random import ROUNDS_OF_FEW, floor_of_product, permuted_rank, words_at
 
 
-@triton.jit(do_not_specialize=["count", "batch", "envs", "steps", "finals", "after"])
+@triton.jit(do_not_specialize=["count", "batch", "envs", "steps", "finals", "sums", "after"])
 def choose_goals_kernel(
     streams,
     counters_ptr,
+    sums_ptr,
     drawn_ptr,
     outputs,
     count,
@@ -18,16 +19,19 @@ def choose_goals_kernel(
     envs,
     steps,
     finals,
+    sums,
     after,
     LAST: tl.constexpr,
     EPISODE: tl.constexpr,
+    HALVINGS: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
     """`count` random rows of the batch; of each whether its goal is known, and the slot or the kept row of the new one.
 
     Steps are counted from the row's own one, those before it with a minus. LAST: take the last step of the episode;
-    EPISODE: any stored one; else one from the row's own on. Its words begin `after` blocks on. A
-    replayed graph may have drawn slots that are not live: every access is in bounds.
+    EPISODE: any stored one; else one from the row's own on, if HALVINGS by the masses of which there are `sums` sums,
+    fewer than 2**HALVINGS. Its words begin `after` blocks on. A replayed graph may have drawn slots that are not live:
+    every access is in bounds.
 
     drawn:   slots of the batch.
     streams: flags, depth, episode_length, clipped_length and final of `ops.eligibility.Streams`.
@@ -70,8 +74,18 @@ def choose_goals_kernel(
             oldest = tl.maximum(tl.load(counters_ptr + FIRST), added - capacity)
             stored = (added - oldest).to(tl.int32) // envs
             back = tl.minimum(depth, tl.maximum(stored - 1 - age, 0))
-        word = words_at(draw, block + ROUNDS_OF_FEW // 2, seed)
-        chosen = floor_of_product(word, (back + ahead + 1).to(tl.int64)).to(tl.int32) - back
+        width = (back + ahead + 1).to(tl.int64)
+        if HALVINGS:
+            width = tl.load(sums_ptr + tl.minimum(ahead, sums - 1), mask=live, other=1)
+        target = floor_of_product(words_at(draw, block + ROUNDS_OF_FEW // 2, seed), width)
+        chosen = target.to(tl.int32) - back
+        if HALVINGS:
+            # the goals whose sums the target has passed
+            chosen = ahead * 0
+            for halving in tl.static_range(HALVINGS):
+                tried = chosen + (1 << (HALVINGS - 1 - halving))
+                passed = tl.load(sums_ptr + tried - 1, mask=live & (tried <= sums), other=0) <= target
+                chosen = tl.where(passed & (tried <= sums), tried, chosen)
     # in 64 bits, since the line may be up to two laps on
     line = line.to(tl.int64) + chosen
     line = tl.where(line < 0, line + steps, line)

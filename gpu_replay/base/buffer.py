@@ -27,7 +27,7 @@ from gpu_replay.graphs import untraced
 from gpu_replay.graphs.cuda_graph import WARM_UPS
 from gpu_replay.graphs.learning_step import Learn, LearningStep
 from gpu_replay.graphs.stream_order import Recorded
-from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.counters import Counter, HostWords
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.stats import Distribution, Stats
 
@@ -110,10 +110,21 @@ class Buffer(StatefulBuffer):
             key = validation.as_keys(keys, self._device).to(self._device).clone()
             return Batch({**self._engine.read(key), "key": key})
 
-    def keys(self) -> Tensor:
-        """(size,) int64 on the buffer's device, the live keys, oldest first."""
+    def keys(self, eligible: bool = False) -> Tensor:
+        """The live keys, (size,) int64 on the buffer's device, oldest first.
+
+        eligible: True for the keys of rows that can be sampled alone.
+        """
+        chosen = validation.check_bool("eligible", eligible)
         with self._alone():
-            return torch.arange(*self._sampling.span(), device=self._device)
+            keys = torch.arange(*self._sampling.span(), device=self._device)
+            return keys[self._can_be_sampled(keys)] if chosen else keys
+
+    def _can_be_sampled(self, keys: Tensor) -> Tensor:
+        """(m,) bool: which of these keys are live and eligible; on CUDA this waits for the device."""
+        (first, added), tree = self._sampling.span(), self._state.eligible_tree or self._state.tree
+        live = (keys >= first) & (keys < added)
+        return live if tree is None else live & (tree.masses[keys % self._state.slots] > 0)
 
     def __contains__(self, key: object) -> bool:
         """Whether a key, an int, is live: `key in buffer`."""
@@ -125,16 +136,17 @@ class Buffer(StatefulBuffer):
     def __iter__(self) -> Iterator[Any]:
         """Raises TypeError: `batches` walks over what is stored."""
         raise TypeError(
-            f"a {type(self).__name__} is not iterable: `for batch in buffer.batches(size)` walks over all that is "
-            "stored, `buffer.sample(B)` samples."
+            f"a {type(self).__name__} is not iterable: `for batch in buffer.epoch(B)` gives every row that can be "
+            "sampled once, `buffer.batches(size)` walks over all that is stored, `buffer.sample(B)` samples."
         )
 
     def batches(self, size: int) -> Iterator[Batch]:
         """Iterate over everything stored, in the order of keys, `size` rows at a time; the last batch may be smaller.
 
-        A batch holds what `buffer[keys]` does. In a trajectory buffer its rows are single steps, eligible or not: their
-        own `obs` without a stack, every other field, `reward`, `terminated`, `truncated` and `key`. It leaves out rows
-        that are added meanwhile, and rows that these overwrite.
+        To copy data elsewhere; `epoch` gives the rows to learn from. A batch holds what `buffer[keys]` does, but in a
+        trajectory buffer its rows are single steps: their own `obs` without a stack, every other field, `reward`,
+        `terminated`, `truncated` and `key`; among them steps that are no transitions, as reset steps, and the newest
+        ones. It leaves out rows that are added meanwhile, and rows that these overwrite.
         """
         rows = validation.check_int("size", size, 1)
         with self._alone():
@@ -155,6 +167,52 @@ class Buffer(StatefulBuffer):
                 return None
             keys = torch.arange(start, min(start + rows, end), device=self._device)
             return Batch({**self._engine.stored(keys), "key": keys})
+
+    def epoch(self, batch_size: int, *, shuffle: bool = True) -> Iterator[Batch]:
+        """Iterate over every row that can be sampled now, each once, `batch_size` rows at a time; the last batch may be
+        smaller.
+
+        shuffle: True for a random order, from the buffer's random stream: no two epochs have the same, equal seeds do,
+                 on every device. False for the order of keys.
+
+        A batch holds what `buffer[keys]` does: no `weight` and `probability`, and with `relabel` the goals that are
+        stored. Rows and order are fixed by this call. It leaves out rows that are added meanwhile, and rows that are
+        overwritten, or can no longer be sampled, when their turn comes. `stats()` does not count these rows as
+        sampled. On CUDA each batch waits for the device.
+
+        Raises RuntimeError if no row can be sampled, which says what is missing; TypeError or ValueError for invalid
+        arguments.
+        """
+        rows, shuffled = validation.check_batch_size(batch_size), validation.check_bool("shuffle", shuffle)
+        with self._alone():
+            keys = self.keys(eligible=True)
+            if not len(keys):
+                self._refuse_empty(f"epoch({rows})")
+            if shuffled:
+                # raises inside of functions that may not sample
+                _ = self._sampling.rebuild
+                random = HostWords(self._seed, self._sampling.counts()[Counter.RANDOM])
+                order = np.argsort(random.words(len(keys)), kind="stable")
+                keys = keys[torch.from_numpy(order).to(self._device)]
+                self._counters[Counter.RANDOM] = random.block
+        return self._pass_over(keys, rows)
+
+    def _pass_over(self, keys: Tensor, rows: int) -> Iterator[Batch]:
+        while len(keys):
+            batch, keys = self._first_rows(keys, rows)
+            if batch:
+                yield batch
+
+    @untraced
+    def _first_rows(self, keys: Tensor, rows: int) -> tuple[Batch | None, Tensor]:
+        """The first so many rows of these keys that can still be sampled, None where there are none; the keys left."""
+        with self._alone():
+            chosen = keys[:0]
+            while len(keys) and len(chosen) < rows:
+                fits = torch.nonzero(self._can_be_sampled(keys[:rows]))[: rows - len(chosen), 0]
+                chosen = torch.cat((chosen, keys[fits]))
+                keys = keys[rows if len(chosen) < rows else int(fits[-1]) + 1 :]
+            return (Batch({**self._engine.read(chosen), "key": chosen}) if len(chosen) else None), keys
 
     def priorities(self, keys: Any) -> Tensor:
         """Return the priorities of these live keys, (m,) float64 on the buffer's device.
@@ -215,13 +273,16 @@ class Buffer(StatefulBuffer):
                 "Raise the batch size or lower newest."
             )
         if count == 0:
-            raise RuntimeError(f"{call}: the buffer holds no {self._units}. Add more first{self._missing()}.")
+            self._refuse_empty(call)
         kind = "of the newest" if distinct == newest else "without replacement"
         remedy = "." if kind == "of the newest" else ", or draw with Uniform(replacement=True)."
         raise ValueError(
             f"{call} {kind} needs {distinct} {self._units}; the buffer holds {count}. "
             f"Add more or lower the batch size{remedy}"
         )
+
+    def _refuse_empty(self, call: str) -> NoReturn:
+        raise RuntimeError(f"{call}: the buffer holds no {self._units}. Add more first{self._missing()}.")
 
     def update_priorities(self, keys: Any, priorities: Any) -> None:
         """Set the priorities of the transitions with these keys.

@@ -23,13 +23,14 @@ from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import MakeMemory, StoragePath, check_placement
 from gpu_replay.engines.sampler_state import SamplerState
-from gpu_replay.engines.saved_state import StateLayout, change_rows, check_state
+from gpu_replay.engines.saved_state import SPECIFIC, StateLayout, change_kind, check_state, turned
 from gpu_replay.engines.storage import Storage, check_device, check_room, free_bytes
 from gpu_replay.fields import Field
 from gpu_replay.graphs import never_traced
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops._backend import choose
 from gpu_replay.ops.advice import warn_of_python
+from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import StreamShape
 from gpu_replay.samplers import Sampler, check_sampler
 from gpu_replay.validation import check_int
@@ -295,19 +296,26 @@ class StatefulBuffer(ABC):
         path: str | PathLike[str],
         device: torch.device | str | None = None,
         *,
+        sampler: Sampler | None = None,
         storage_device: torch.device | str | None = None,
         storage_path: StoragePath | None = None,
         **others: Never,
     ) -> Self:
         """Load the buffer that `save` wrote, on any device.
 
+        sampler:  another sampler for the stored rows; None for the saved one. Priorities go on, under its rule, where
+                  both samplers have them; otherwise every row has the priority of a new one (`initial`). So they do
+                  where the saved sampler had `alpha=0`, which keeps none. The count of samples goes on too, and with
+                  it a schedule of beta.
         storage_device, storage_path: where to put the fields, wherever the saved buffer had them.
 
-        For another capacity or sampler make a new buffer and fill it from `old.batches(size)`.
+        For another capacity make a new buffer and fill it from `old.batches(size)`.
         Raises CheckpointError, which says what is damaged, or, while another process saves to the path, that you should
-        load again.
+        load again; TypeError for anything but a sampler.
         """
-        return cls._loaded(path, device, storage_device=storage_device, storage_path=storage_path, **others)
+        return cls._loaded(
+            path, device, sampler=sampler, storage_device=storage_device, storage_path=storage_path, **others
+        )
 
     @classmethod
     def _loaded(
@@ -321,12 +329,17 @@ class StatefulBuffer(ABC):
 
         check: raises where the saved arguments do not allow those given.
         """
-        known = {"storage_device", "storage_path"} | ({"relabel", "sequences"} if cls._tracks_eligibility else set())
+        known = {"sampler", "storage_device", "storage_path"}
+        known |= {"relabel", "sequences"} if cls._tracks_eligibility else set()
         for name in given.keys() - known:
             raise TypeError(
                 f"load gives the buffer that was saved, with its own settings; it takes no {name!r}. For another "
-                "capacity or sampler make a new buffer and fill it from old.batches(size): see the guide, Checkpoints."
+                "capacity make a new buffer and fill it from old.batches(size): see the guide, Checkpoints."
             )
+        if given["sampler"] is None:
+            given.pop("sampler")
+        else:
+            check_described(check_sampler(given["sampler"]))
         saved = BufferCheckpoint(path, cls.__name__)
         arguments = saved.arguments()
         # errors in these are errors of this call, not of the checkpoint
@@ -341,27 +354,31 @@ class StatefulBuffer(ABC):
         return buffer
 
     def _restoring(self, saved: Mapping[str, Any]) -> checkpoint_state.BufferState:
-        """What the state of a buffer with these arguments is restored through; its rows may be others."""
-        state, after, rows = self._buffer_state(), self._shape, saved.get("sequences")
-        if after is None:
+        """What the state of a buffer with these arguments is restored through; its rows and sampler may be others."""
+        state, shape, rows = self._buffer_state(), self._shape, saved.get("sequences")
+        if shape is not None:
+            shape = replace(shape, **({"length": 0, "strict": False, "stride": 1} if rows is None else vars(rows)))
+        after = StateLayout(self._capacity, self._sampler, self._shape)
+        before = StateLayout(self._capacity, saved["sampler"], shape)
+        bases = before.sampler.base, after.sampler.base
+        if shape == self._shape and before.rule == after.rule and bases[0].prioritized == bases[1].prioritized:
             return state
-        before = replace(after, length=0, strict=False, stride=1) if rows is None else replace(after, **vars(rows))
-        if before == after:
-            return state
-        pending = torch.zeros((before.lines, before.num_envs), dtype=torch.int64, device=self._device)
+        specific: dict[str, Tensor] = {}
+
+        def views(added: int) -> dict[str, Tensor]:
+            specific.update(before.specific(min(added, self._capacity)))
+            return {name: each for name, each in state.views(added).items() if name not in SPECIFIC} | specific
 
         def rebuild(seed: int) -> None:
             counters = state.lasting()
-            layout, tensors = StateLayout(self._capacity, self._sampler, after), state.views(counters["ADDED"])
-            change_rows(layout, counters, tensors, pending, self._state.initial_mass())
+            largest = turned(before, after, torch.tensor([counters["TOP"]], device="cpu"))
+            self._counters[Counter.MAX_MASS] = int(largest)
+            tensors = state.views(counters["ADDED"])
+            with torch.device("cpu"):
+                change_kind(before, after, counters, specific, tensors, self._state.initial_mass)
             state.rebuild(seed)
 
-        return replace(
-            state,
-            views=lambda added: {**state.views(added), "streams.pending": pending},
-            check=partial(check_state, StateLayout(self._capacity, self._sampler, before)),
-            rebuild=rebuild,
-        )
+        return replace(state, views=views, check=partial(check_state, before), rebuild=rebuild)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """An independent buffer with the same state: both return the same next sample."""

@@ -27,7 +27,7 @@ from gpu_replay.ops.eligibility import (
     warn_of_flaw,
 )
 from gpu_replay.ops.frames import make_gather_windows
-from gpu_replay.ops.hindsight import gather_goals, goal_blocks, make_choose_goals, put_goals
+from gpu_replay.ops.hindsight import gather_goals, goal_blocks, goal_sums, make_choose_goals, put_goals
 from gpu_replay.ops.launch import allocator, per_arguments
 from gpu_replay.ops.ring import make_gather
 from gpu_replay.ops.weights import Finish, Gather
@@ -65,6 +65,9 @@ class TrajectoryDeviceEngine:
         # single steps, by their number
         self._rows = per_arguments(lambda rows: make_gather(stores, fields, rows, counters))
         relabel = storage.relabel
+        sums = torch.from_numpy(goal_sums(None if relabel is None else relabel.gamma, self._shape.steps)).to(
+            sampling.device
+        )
 
         def make_sample(batch: int, scheduled: bool) -> Sample:
             if relabel is not None and (count := relabel.count(batch)):
@@ -78,7 +81,7 @@ class TrajectoryDeviceEngine:
             achieved, desired = relabel.achieved_field, relabel.desired_field
             windows = make_gather_windows(storage, batch, powers, counters)
             before = end.blocks - goal_blocks(count, relabel.strategy)
-            choose = make_choose_goals(streams, batch, counters, count, relabel.strategy, before)
+            choose = make_choose_goals(streams, batch, counters, count, relabel.strategy, sums, before)
             # as they are stored
             raw = {achieved: Field(fields[achieved].shape, fields[achieved].dtype)}
             rows = make_gather({achieved: stores[achieved]}, raw, count, counters)

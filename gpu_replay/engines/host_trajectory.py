@@ -22,7 +22,7 @@ from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import PERMUTATION_WORDS, permuted_ranks
 from gpu_replay.ops.eligibility import Flag, GivenFinals, endings, powers_of
 from gpu_replay.ops.frames import FrameStore, gather_stacks
-from gpu_replay.ops.hindsight import GoalRows, Strategy, gather_goals, goal_words, put_goals
+from gpu_replay.ops.hindsight import GoalRows, Strategy, gather_goals, goal_sums, goal_words, put_goals
 from gpu_replay.ops.ring import as_torch, convert, gather_rows, parts_of, put
 from gpu_replay.ops.steps import NONE_KEPT, HostSteps
 from gpu_replay.ops.windows import HostWindows, Windows
@@ -68,7 +68,8 @@ class TrajectoryHostEngine:
         if shape.hindsight:
             streams = storage.streams
             tensors = streams.flags, streams.depth, streams.episode_length, streams.clipped_length, streams.final
-            self._choose = partial(choose_goals.compiled(), *[each.numpy() for each in tensors], shape.num_envs)
+            sums = goal_sums(None if self._relabel is None else self._relabel.gamma, shape.steps)
+            self._choose = partial(choose_goals.compiled(), *[each.numpy() for each in tensors], shape.num_envs, sums)
 
     # add
 

@@ -6,7 +6,7 @@ that was written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,8 @@ from gpu_replay.samplers import Sampler
 _MOST = 2**62
 # the largest code of `OrderRule`
 _LAST_CODE = OrderRule().mass(np.finfo(np.float64).max)
+# what of a state has another form where rows or samplers are of another kind
+SPECIFIC = ("masses", "marks", "streams.pending")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,13 @@ class StateLayout:
     def written(self, counters: Mapping[str, int]) -> int:
         """Slots that were ever written."""
         return min(counters["ADDED"], self.slots)
+
+    def specific(self, written: int) -> dict[str, Tensor]:
+        """Memory on the CPU for what the state of such a buffer keeps in a form of its own."""
+        sizes: dict[str, tuple[int, ...]] = {"masses": (written,)} if self.sampler.base.prioritized else {}
+        if self.stream is not None:
+            sizes = (sizes or {"marks": (written,)}) | {"streams.pending": (self.stream.lines, self.num_envs)}
+        return {name: torch.zeros(size, dtype=torch.int64, device="cpu") for name, size in sizes.items()}
 
 
 def check_state(layout: StateLayout, counters: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
@@ -152,41 +161,64 @@ def has_target(shape: StreamShape, flags: Tensor) -> Tensor:
     return complete
 
 
-def change_rows(
-    layout: StateLayout, counters: Mapping[str, int], tensors: Mapping[str, Tensor], pending: Tensor, initial: int
-) -> None:
-    """Let the stored steps of a restored state begin rows of another kind, in place; priorities stay.
+def turned(before: StateLayout, after: StateLayout, masses: Tensor) -> Tensor:
+    """Masses or codes of one layout as those of another, and 0 where there is no priority to tell them from."""
+    both = before.sampler.base.prioritized and after.sampler.base.prioritized
+    if both and before.rule == after.rule:
+        return masses
+    if not both or before.sampler.base.alpha == 0 or not masses.numel():
+        return torch.zeros_like(masses)
+    flat = masses.reshape(-1).numpy()
+    priorities = before.rule.priorities(np.maximum(flat, 1))
+    return torch.from_numpy(np.where(flat > 0, after.rule.masses(priorities)[0], 0)).view(masses.shape)
 
-    layout:  of the new rows.
-    tensors: of the state but for `streams.pending`, which is filled from those of the old rows, (lines, num_envs).
-    initial: the mass of starts that had none, nor a priority to come.
+
+def change_kind(
+    before: StateLayout,
+    after: StateLayout,
+    counters: Mapping[str, int],
+    saved: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    initial: Callable[[], int],
+) -> None:
+    """Let a restored state be that of other rows or of another sampler, in place; priorities stay where both keep them.
+
+    saved:   what buffers of other kinds keep in other forms, as it was saved, on the CPU: `SPECIFIC`.
+    tensors: of this buffer's state; those of `SPECIFIC` are filled.
+    initial: gives the mass of rows that had none, nor one to come, when all others are in `tensors`.
     """
-    shape = layout.stream
-    if shape is None:
-        raise RuntimeError("transitions are one kind of row.")
-    envs, end = shape.num_envs, counters["ADDED"] // shape.num_envs
-    first = max(counters["FIRST"] // envs, end - shape.steps)
+    shape, envs, end = after.stream, after.num_envs, counters["ADDED"] // after.num_envs
+    first = max(counters["FIRST"] // envs, end - after.slots // envs)
     numbers = torch.arange(first, end)
-    slots = (numbers[:, None] % shape.steps * envs + torch.arange(envs)).reshape(-1)
-    kept, name = pending.cpu(), "masses" if "masses" in tensors else "marks"
-    leaves = tensors[name].cpu()
-    # of the last steps priorities may wait until they begin a row
-    given = torch.zeros((end - first, envs), dtype=torch.int64)
-    late = min(end - first, len(kept))
-    given[end - first - late :] = kept[numbers[end - first - late :] % len(kept)]
-    old = leaves[slots].view(-1, envs)
-    given = torch.where(old > 0, old, given)
-    flags = tensors["streams.flags"].cpu()
-    flags &= ~Flag.TARGET & 0xFF
-    if shape.length:
-        there = flags[slots].view(-1, envs)
-        flags[slots] |= (has_target(shape, there).reshape(-1) * Flag.TARGET).to(torch.uint8)
-    tensors["streams.flags"].copy_(flags)
-    small = {"streams.flags": flags, "streams.depth": tensors["streams.depth"].cpu()}
-    begins = drawable(layout, counters, small)
-    leaves.zero_()
-    leaves[slots] = torch.where(given > 0, given, initial if name == "masses" else 1).reshape(-1)
-    tensors[name].copy_(leaves * begins)
-    waiting, late = torch.zeros((shape.lines, envs), dtype=torch.int64), min(end - first, shape.lines)
-    waiting[numbers[end - first - late :] % shape.lines] = given[end - first - late :]
-    tensors["streams.pending"].copy_(waiting)
+    slots = (numbers[:, None] % (after.slots // envs) * envs + torch.arange(envs)).reshape(-1)
+    old = next((saved[name] for name in ("masses", "marks") if name in saved), None)
+    given = torch.zeros((end - first, envs), dtype=torch.int64) if old is None else old[slots].view(-1, envs)
+    if shape is not None:
+        # of the last steps priorities may wait until they begin a row
+        kept = saved["streams.pending"]
+        late = numbers[max(0, end - first - len(kept)) :]
+        waiting = torch.zeros_like(given)
+        waiting[late - first] = kept[late % len(kept)]
+        given = torch.where(given > 0, given, waiting)
+    given = turned(before, after, given)
+    if shape is None or before.stream == shape:
+        begins = drawable(after, counters, {}) if old is None else old > 0
+    else:
+        flags = tensors["streams.flags"].cpu()
+        flags &= ~Flag.TARGET & 0xFF
+        if shape.length:
+            there = flags[slots].view(-1, envs)
+            flags[slots] |= (has_target(shape, there).reshape(-1) * Flag.TARGET).to(torch.uint8)
+        tensors["streams.flags"].copy_(flags)
+        begins = drawable(after, counters, {"streams.flags": flags, "streams.depth": tensors["streams.depth"].cpu()})
+    if "marks" in tensors:
+        tensors["marks"].copy_(begins)
+    if "masses" in tensors:
+        leaves = torch.zeros(len(begins), dtype=torch.int64)
+        leaves[slots] = given.reshape(-1)
+        tensors["masses"].copy_(leaves * begins)
+        tensors["masses"].copy_(torch.where(leaves > 0, leaves, initial()) * begins)
+    if shape is not None:
+        late, waiting = numbers[-shape.lines :], torch.zeros((shape.lines, envs), dtype=torch.int64)
+        waiting[late % shape.lines] = given[late - first]
+        tensors["streams.pending"].copy_(waiting)

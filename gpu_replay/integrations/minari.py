@@ -1,6 +1,7 @@
 """Minari: load an offline dataset into a buffer, and write the content of a buffer as a dataset.
 
-buffer = from_minari("D4RL/pen/human-v2", n_step=3, sampler=Proportional())
+buffer = from_minari("D4RL/pen/human-v2", n_step=3)
+for batch in buffer.epoch(256): ...
 dataset = to_minari(buffer, "cartpole/mine-v0", env="CartPole-v1")
 """
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from gpu_replay.loops.compiling import loop
 from gpu_replay.loops.constants import Flag
 
@@ -11,17 +13,18 @@ _FINAL = Flag.FINAL
 
 
 @loop(
-    "(uint8[::1], int32[::1], int32[::1], int32[::1], int32[::1], int64, boolean, boolean, int64, int64, int64[::1],"
-    " int64[::1], float64[::1], boolean[::1], int64[::1], int64[::1])"
+    "(uint8[::1], int32[::1], int32[::1], int32[::1], int32[::1], int64, int64[::1], boolean, boolean, int64, int64,"
+    " int64[::1], int64[::1], float64[::1], boolean[::1], int64[::1], int64[::1])"
 )
 def choose_goals(
-    flags, depth, episode_length, clipped_length, final, num_envs,
+    flags, depth, episode_length, clipped_length, final, num_envs, sums,
     last, episode, oldest, newest, slots, rows, doubles, known, sources, places,
 ):  # fmt: skip
     """Choose the goals of (K,) rows of a batch.
 
     flags to final: of the ring, as in `ops.eligibility.Streams`. oldest, newest: steps that are stored.
-    last, episode: the strategies; else "future". slots: (B,) of the batch. doubles: (K,) in [0, 1).
+    sums: of the masses of goals at most so many steps ahead, for "geometric"; else empty.
+    last, episode: the strategies; else "future" or "geometric". slots: (B,) of the batch. doubles: (K,) in [0, 1).
     known:   (K,) bool, false where the observation after the row's own step is not stored.
     sources: (K,) slots of the steps whose observations hold the goals; any slot if there is no goal.
     places:  (K,) rows of the kept final observations that hold them instead, else -1; empty without these.
@@ -48,8 +51,10 @@ def choose_goals(
         chosen = ahead = max(ahead, 0)
         if not last:
             back = min(behind, max(newest - oldest - age, 0)) if episode else 0
-            width = back + ahead + 1
+            width = sums[min(ahead, sums.size - 1)] if sums.size else back + ahead + 1
             chosen = min(int(doubles[row] * width), width - 1) - back
+            if sums.size:
+                chosen = np.searchsorted(sums, chosen, side="right")
         line += chosen
         line += steps if line < 0 else -steps if line >= steps else 0
         place = line * num_envs + env

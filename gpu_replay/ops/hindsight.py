@@ -10,20 +10,24 @@ Andrychowicz et al. 2017, "Hindsight Experience Replay".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.ops.counters import blocks_for
 from gpu_replay.ops.draw import PERMUTATION_WORDS
-from gpu_replay.ops.eligibility import Streams
+from gpu_replay.ops.eligibility import Streams, powers_of
 from gpu_replay.ops.launch import Launch, per_program
 from gpu_replay.ops.ring import convert
 
-Strategy = Literal["future", "final", "episode"]
+Strategy = Literal["future", "geometric", "final", "episode"]
+# a double times the sum of all masses is exact to one of them
+_ALL_GOALS = 2.0**52
 
 
 class GoalRows(NamedTuple):
@@ -54,6 +58,19 @@ class RelabelInput(NamedTuple):
     known: Tensor | None
     achieved: Tensor
     desired: Tensor
+
+
+def goal_sums(gamma: float | None, steps: int) -> np.ndarray:
+    """(m,) int64, m <= steps: at k - 1 the sum of masses of the goals from 1 to k steps ahead, that of k in proportion
+    to gamma ** (k - 1); none without gamma. Goals beyond m would have a mass of 0.
+    """
+    if gamma is None:
+        return np.zeros(0, dtype=np.int64)
+    # from there on powers are below 2**-53
+    most = steps if gamma == 1 else min(steps, 2 + int(53 * math.log(2) / -math.log(gamma)))
+    powers = powers_of(gamma, most - 1)
+    masses = (powers * (_ALL_GOALS / powers.sum())).astype(np.int64)
+    return np.cumsum(masses[masses > 0])
 
 
 def goal_words(count: int, strategy: Strategy) -> int:
@@ -103,11 +120,11 @@ def masked_put(target: Tensor, rows: Tensor, known: Tensor | None, values: Tenso
 
 
 def make_choose_goals(
-    streams: Streams, batch: int, counters: Tensor, count: int, strategy: Strategy, after: int
+    streams: Streams, batch: int, counters: Tensor, count: int, strategy: Strategy, sums: Tensor, after: int
 ) -> Callable[[Tensor], GoalRows]:
     """Device: choose `count` rows of a batch in (B,) slots, and their goals; one launch a call.
 
-    after: blocks of the random stream that come before its words.
+    sums:  `goal_sums`. after: blocks of the random stream that come before its words.
     """
     from gpu_replay.kernels.goals import choose_goals_kernel
 
@@ -118,14 +135,17 @@ def make_choose_goals(
         -(-count // draws),
         streams=(streams.flags, streams.depth, streams.episode_length, streams.clipped_length, streams.final),
         counters_ptr=counters,
+        sums_ptr=sums,
         count=count,
         batch=batch,
         envs=shape.num_envs,
         steps=shape.steps,
         finals=shape.finals,
+        sums=len(sums),
         after=after,
         LAST=strategy == "final",
         EPISODE=strategy == "episode",
+        HALVINGS=len(sums).bit_length(),
         DRAWS=draws,
     )
 

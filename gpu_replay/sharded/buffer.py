@@ -245,7 +245,8 @@ class ShardedReplay:
         seed:     of this rank's buffer from now on, other than those of all other ranks; None goes on with the saved
                   random stream. Give another to each rank where two runs go on from one checkpoint.
         group, timeout: as in the constructor.
-        settings: of the `load` of the buffer's class: `relabel`, `begin_episodes`, `storage_device`, `storage_path`.
+        settings: of the `load` of the buffer's class: `sampler`, `sequences`, `relabel`, `begin_episodes`,
+                  `storage_device`, `storage_path`.
 
         Raises CheckpointError that names the damage, on all ranks if one fails, or says where the ranks' own
         checkpoints are, if another number of ranks saved them.

@@ -150,6 +150,7 @@ CALLS: dict[str, Callable[[Any, Path], Any]] = {
     "added": lambda replay, _: replay.added,
     "batches": lambda replay, _: tuple(replay.batches(20)),
     "clear": lambda replay, _: replay.clear(),
+    "epoch": lambda replay, _: tuple(replay.epoch(20)),
     "keys": lambda replay, _: replay.keys(),
     "load_state_dict": lambda replay, _: replay.load_state_dict(replay.state_dict()),
     "masses": lambda replay, _: replay.masses(),

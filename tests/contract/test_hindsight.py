@@ -20,6 +20,7 @@ from distribution import check_counts
 from hindsight_oracle import (
     ACHIEVED,
     DESIRED,
+    GAMMA,
     GOALS,
     after,
     check_batch,
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.contract
 EACH = scale(120, 4)
 
 
-@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
+@pytest.mark.parametrize("strategy", ["future", "geometric", "final", "episode"])
 def test_every_goal_of_the_strategy_is_reached_and_no_other(strategy: str, device: str, full: bool) -> None:
     """After random programs; what they draw themselves is compared row by row."""
     seed, left = 0, scale(60, 6) if full else scale(4, 1)
@@ -92,6 +93,35 @@ def test_goals_are_uniform(strategy: str, first: int, middle: int, device: str) 
         if len(allowed) > 1:
             check_counts(counts, dict.fromkeys(allowed, 1))
     assert (len(seen[7]), len(seen[10])) == (first, middle)
+
+
+def test_geometric_goals_are_as_likely_as_their_power_of_gamma(device: str) -> None:
+    """Of each row up to the end of its own episode, whether that is stored, lost its first steps or still runs."""
+    pair = stream(".....T..........", device, relabel=hindsight("geometric"))
+    view = pair.model.view()
+    seen = check_batch(pair.buffer.sample(scale(6_000, 1_200)), view, "geometric")
+    for key, steps in ((4, 2), (7, 8), (8, 7), (12, 3)):
+        allowed = goals_of(view, key, "geometric")
+        assert len(allowed) == steps
+        check_counts(seen[key], {goal: GAMMA**place for place, goal in enumerate(allowed)})
+
+
+def test_a_geometric_goal_of_gamma_1_is_uniform_and_of_a_small_one_the_next(device: str) -> None:
+    alike, near = (stream("." * 12, device, relabel=hindsight("geometric", gamma=gamma)) for gamma in (1.0, 5e-324))
+    expected = stream("." * 12, device, relabel=hindsight("future"))
+    same(alike.buffer.sample(64), expected.buffer.sample(64))
+    batch = near.buffer.sample(64)
+    assert frames(batch, DESIRED) == frames(batch, f"next_{ACHIEVED}")
+
+
+def test_gamma_is_saved_and_compared(device: str, tmp_path: Path) -> None:
+    buffer = made(device, relabel=hindsight("geometric", gamma=0.9))
+    buffer.save(tmp_path / "b")
+    relabel = hindsight("geometric", gamma=0.9)
+    same(TrajectoryReplayBuffer.load(tmp_path / "b", device, relabel).sample(8), buffer.sample(8))
+    for other in (hindsight("geometric", gamma=0.8), hindsight()):
+        with pytest.raises(ValueError, match=r"strategy='geometric', gamma=0\.9\); found Hindsight"):
+            TrajectoryReplayBuffer.load(tmp_path / "b", device, other)
 
 
 @pytest.mark.parametrize("ratio", scale([0.0, 0.1, 0.25, 0.8, 1.0], [0.5]))

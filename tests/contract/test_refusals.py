@@ -113,6 +113,9 @@ WRONG: list[tuple[Any, Any, dict[str, list[Any]]]] = [
     (Uniform, TypeError, {"replacement": ["no"]}),
     (hindsight, TypeError, {"achieved": [3], "reward_fn": [None], "terminated_fn": [1.0]}),
     (hindsight, ValueError, {"ratio": [1.01, -0.1], "strategy": ["random"]}),
+    (partial(hindsight, "geometric"), ValueError, {"gamma": [None, 0.0, -0.5, 1.01, NAN]}),
+    (partial(hindsight, "geometric"), TypeError, {"gamma": ["0.9", True]}),
+    (hindsight, ValueError, {"gamma": [0.9]}),
     (goals, TypeError, {"relabel": [reward_of]}),
     (goals, ValueError, {"n_step": [2]}),
 ]

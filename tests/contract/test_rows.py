@@ -230,7 +230,7 @@ def guesses(path: Path) -> dict[str, tuple[Callable[[], Any], type[Exception], s
         "typo": (lambda: TrajectoryReplayBuffer.from_env(env, 9, samplers=1), TypeError, "did you mean sampler\\?"),
         "unlike": (lambda: ReplayBuffer(9, ROW, wings=2), TypeError, "no setting 'wings'. It takes capacity, fi"),  # type: ignore[call-arg]
         "load": (lambda: load(path / "stream", capacity=9), TypeError, r"no 'capacity'.*old\.batches\(size\).*guide"),  # type: ignore[arg-type]
-        "sampler": (lambda: ReplayBuffer.load(path / "rows", sampler=1), TypeError, "no 'sampler'.*new buffer"),  # type: ignore[arg-type]
+        "sampler": (lambda: ReplayBuffer.load(path / "rows", sampler=1), TypeError, "sampler must be.*found 1"),  # type: ignore[arg-type]
         "rows": (lambda: ReplayBuffer.load(path / "rows", sequences=None), TypeError, "no 'sequences'"),  # type: ignore[arg-type]
         "ratio": (lambda: Hindsight(reward_fn=max, ratio=4), ValueError, r"from 0 to 1; found 4\..*ratio=0\.8 here"),
         "beta": (lambda: Proportional(beta=(0.4, 1.0)), TypeError, r"LinearSchedule\(start, end, steps\)"),  # type: ignore[arg-type]

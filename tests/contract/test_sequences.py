@@ -189,7 +189,9 @@ def with_rows(model: StepModel, rows: Sequences | None) -> StepModel:
         waits = model._own(key) if number >= model.count - lines else None
         after.steps[env][number]["priority"] = model.held.get(key, waits)
     own = {key: after._own(key) for key in after.eligible()}
-    after.held = {key: model.initial() if given is None else given for key, given in own.items()}
+    after.held = {key: given for key, given in own.items() if given is not None}
+    initial = after.initial()
+    after.held = {key: initial if given is None else given for key, given in own.items()}
     return after
 
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from devices import device_fixture as device_fixture
 from devices import thinned
@@ -41,6 +42,9 @@ def test_a_memory_of_one_rank_is_its_buffer(name: str, kind: str, device: str) -
         same(batch, shard.sample(rows))
         for each in (alone, shard):
             each.update_priorities(batch.key, batch.key % 7 + 0.5)
+    for batch, expected in zip(shard.epoch(4), alone.epoch(4), strict=True):
+        same(batch, expected)
+    assert torch.equal(shard.keys(eligible=True), alone.keys(eligible=True))
     assert whole_state(buffer) == whole_state(alone)
     assert vars(shard.global_stats()) == pytest.approx(vars(alone.stats()), rel=1e-6, nan_ok=True)
     for wrong in (0, 2.5):

@@ -635,6 +635,15 @@ def test_what_concerns_the_ranks_own_buffer_sends_nothing(monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_load_may_give_all_ranks_another_sampler(tmp_path: Path) -> None:
+    shard = ShardedReplay(ReplayBuffer(12, FIELDS, sampler=Uniform(), device="cpu"))
+    add_rows(shard, 9)
+    shard.save(tmp_path / "c")
+    again = ShardedReplay.load(tmp_path / "c", "cpu", sampler=Proportional(initial=2.0))
+    assert again.priorities(again.keys()).tolist() == pytest.approx([2.0] * 9, rel=1e-5)
+
+
+@pytest.mark.usefixtures("alone")
 def test_what_went_says_what_to_write(tmp_path: Path) -> None:
     with pytest.raises(ImportError, match=r"buffer of its own, with another seed, and write ShardedReplay\(buffer\)"):
         exec("from gpu_replay import ShardedReplayBuffer")

@@ -26,6 +26,8 @@ GOALS = {
     "action": Field((), torch.int64),
 }
 Goal = tuple[int, ...]
+# of the strategy "geometric"
+GAMMA = 0.8
 
 
 def reward_of(achieved: Tensor, desired: Tensor) -> Tensor:
@@ -36,7 +38,8 @@ def reward_of(achieved: Tensor, desired: Tensor) -> Tensor:
 
 def hindsight(strategy: str = "future", ratio: float = 1.0, **more: Any) -> Hindsight:
     """`Hindsight` with the rewards of these tests."""
-    return Hindsight(**{"reward_fn": reward_of, "strategy": strategy, "ratio": ratio, **more})
+    fixed = {"gamma": GAMMA} if strategy == "geometric" else {}
+    return Hindsight(**{"reward_fn": reward_of, "strategy": strategy, "ratio": ratio, **fixed, **more})
 
 
 def goal_step(
@@ -60,7 +63,9 @@ def after(view: View, env: int, number: int) -> Goal | None:
 
 
 def goals_of(view: View, key: int, strategy: str) -> list[Goal]:
-    """The goals that a row with this key may get, each equally likely; none where the row stays as it is."""
+    """The goals that a row with this key may get, each equally likely or, if geometric, `GAMMA` times as likely as the
+    one before; none where the row stays as it is.
+    """
     env, start = view.place(key)
     if after(view, env, start) is None:
         return []

@@ -90,6 +90,7 @@ def distances(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
     return (achieved - desired).abs().flatten(1).sum(1)
 
 
+GEOMETRIC: dict[str, Any] = {"strategy": "geometric", "gamma": 0.99}
 # name: capacity, fields, sampler, and of a trajectory buffer of two environments further settings
 CASES: dict[str, tuple[Any, ...]] = {
     "classic, 3 levels, all options": (5_000, CLASSIC, EVERYTHING),
@@ -129,6 +130,7 @@ MORE_CASES: dict[str, tuple[Any, ...]] = {
         *(100, GOALS, Uniform()),
         {"relabel": Hindsight(reward_fn=distances, strategy="episode"), **SAME_STEP},
     ),
+    "geometric goals": (5_000, GOALS, Uniform(), {"relabel": Hindsight(reward_fn=distances, **GEOMETRIC)}),
     "last goals": (100, GOALS, Latest(), {"relabel": Hindsight(reward_fn=distances, strategy="final")}),
     "several observations": (
         *(100, {f"obs.{name}": field for name, field in ODD.items()} | {"action": Field((6,), torch.float32)}),

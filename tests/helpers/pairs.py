@@ -189,6 +189,23 @@ class Both:
         self.contents(batch)
         return batch.key.tolist()
 
+    def epoch(self, rows: int, **given: bool) -> None:
+        """Fail unless each row that can be sampled comes once, in the order of keys or of the next random words."""
+        keys = self.model.eligible()
+        assert self.buffer.keys(eligible=True).tolist() == keys
+        with self.refusing(f"epoch({rows})", None if keys else RuntimeError, 0):
+            walk = self.buffer.epoch(rows, **given)
+        if not keys:
+            return
+        if given.get("shuffle", True):
+            words = self.model.words(len(keys))
+            keys = [keys[place] for place in sorted(range(len(keys)), key=words.__getitem__)]
+        for first, batch in zip(range(0, len(keys), rows), walk, strict=True):
+            assert batch.key.tolist() == keys[first : first + rows]
+            assert {"probability", "weight"}.isdisjoint(batch)
+            assert {value.device.type for value in batch.values()} == {self.buffer.device.type}
+            self.contents(batch)
+
     def refusing(self, call: str, error: type[Exception] | None, found: int) -> Any:
         """What expects this error of a draw from what was found: it says how much there is and what to do."""
         least = rf"a batch of at least {self.model.newest}\. Raise"
@@ -253,6 +270,7 @@ class Both:
         buffer, model = self.buffer, self.model
         live = model.live()
         assert buffer.keys().tolist() == list(live)
+        assert buffer.keys(eligible=True).tolist() == model.eligible()
         for key in (live.start - 1, live.start, model.added - 1, model.added):
             assert (key in buffer) == (key in live)
         found, expected = asdict(buffer.stats()), model.stats()

@@ -27,7 +27,7 @@ from twins import FIELDS, Twins, check_batches, check_same, values_of
 
 from gpu_replay import Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.hindsight import make_choose_goals
+from gpu_replay.ops.hindsight import goal_sums, make_choose_goals
 
 SIZES = (1, 2, 127, 128, 129, 4095)
 NUMBER = {"n": Field((), torch.int64)}
@@ -338,13 +338,14 @@ def test_a_replayed_draw_of_what_is_gone_stays_inside(device: str, guards: Guard
         "flags": (0, 32),
     }
     limits["final"] = (0, 2**31 - 1)
-    for added, strategy in ((0, "future"), (18, "final"), (33, "episode")):
+    for added, strategy in ((0, "future"), (18, "final"), (33, "episode"), (7, "geometric")):
         buffer._counters[Counter.ADDED] = buffer._counters[Counter.FIRST] = added
         for name, (low, high) in limits.items():
             tensor = getattr(streams, name)
             tensor.copy_(torch.from_numpy(generator.integers(low, high, tensor.shape)).to(tensor.dtype))
         drawn = torch.arange(2 * slots, device=device) % slots
-        chosen = make_choose_goals(streams, 2 * slots, buffer._counters, 36, strategy, 0)(drawn)
+        sums = torch.from_numpy(goal_sums(0.9 if strategy == "geometric" else None, slots // 3)).to(device)
+        chosen = make_choose_goals(streams, 2 * slots, buffer._counters, 36, strategy, sums, 0)(drawn)
         assert sorted(chosen.rows.tolist()) == list(range(36))
         assert 0 <= int(chosen.slots.min()) <= int(chosen.slots.max()) < slots
         assert int(chosen.places.min()) >= -1
