@@ -92,11 +92,12 @@ class HostEngine:
             ahead.begin(slots)
         if records.size:
             records = gather_rows(records, slots, memory, "")
+        small = records.nbytes < LARGE
         for name, field, stored, row, view in self._fields:
             if row is None:
                 rows = gather_rows(stored, slots, memory, name)
             else:
-                rows = memory.copy(name, records[name]).view(row)
+                rows = (records[name].copy() if small else memory.copy(name, records[name])).view(row)
             tensors[name] = view(rows)
             if field.converts:
                 large = rows.size * field.output_dtype.itemsize >= LARGE

@@ -46,7 +46,7 @@ class HostSampler:
         self.state = state
         self.counters = state.counters.numpy()
         self.times_sampled, self._storage = storage.times_sampled.numpy(), storage
-        self._base, self.capacity = state.base, state.slots
+        self._base, self.masses, self.capacity = state.base, state.tree, state.slots
         self.starts = state.eligible if state.tracks_eligibility else None
         # None where no row of a batch is one of the newest
         newest_of = state.sampler.newest_of
@@ -61,10 +61,10 @@ class HostSampler:
         tree = (_NONE,) * 3 if state.tree is None else state.tree.host
         self.arrays = self.counters, self.times_sampled, *tree
         rule, waiting = state.rule, storage.waiting_arrays()
-        self._numbers = rule.numbers
         self._update_arguments = rule.ordered, rule.limit, self.capacity, self.counters, *tree, *waiting
         self._finish = ring_loops.finish.compiled()
-        self._update = None if state.tree is None else tree_loops.update.compiled()
+        if state.tree is not None:
+            self._update = tree_loops.update.compiled()
         self._postponed: list[Callable[[], object]] | None = None
         self.rebuild(seed)
 
@@ -97,8 +97,8 @@ class HostSampler:
         """Count the rows that can be drawn."""
         if self.starts is not None:
             return self.counters.item(Counter.ELIGIBLE)
-        first, added = self.span()
-        return added - first
+        added = self.counters.item(Counter.ADDED)
+        return min(added - self.counters.item(Counter.FIRST), self.capacity)
 
     def range(self, tree: MassTree) -> DrawRange:
         """The mass of a tree, counted from the oldest key."""
@@ -158,11 +158,11 @@ class HostSampler:
         if not keys.size:
             return
         # the last line of each branch changes all that changes: an exception comes before it or after
-        if self._update is None:
+        if self.masses is None:
             first, added = self.span()
             self.counters[Counter.STALE] += np.count_nonzero(((keys < first) | (keys >= added)) & (keys != NO_KEY))
         else:
-            array, numbers = contiguous(keys), self._numbers(priorities)
+            array, numbers = contiguous(keys), self.state.rule.numbers(priorities)
             self._update(array, numbers, *self._update_arguments)
 
     def write(self, keys: Tensor, values: dict[str, np.ndarray]) -> None:
