@@ -98,11 +98,11 @@ class HostEngine:
                 rows = gather_rows(stored, slots, memory, name)
             else:
                 rows = (records[name].copy() if small else memory.copy(name, records[name])).view(row)
-            tensors[name] = view(rows)
+            tensors[name] = tensor = view(rows)
             if field.converts:
                 large = rows.size * field.output_dtype.itemsize >= LARGE
                 out = memory.tensor(f"{name} as sampled", rows.shape, field.output_dtype) if large else None
-                tensors[name] = convert(view(rows), field, out)
+                tensors[name] = convert(tensor, field, out)
         if ahead is not None:
             ahead.end()
         return tensors
