@@ -1,8 +1,8 @@
-"""The samplers: each class holds the settings of one, and all in which it differs from the others.
+"""One class per sampler: its settings, and how it draws.
 
-A sampler says what of priorities a buffer keeps, which rows of a batch are the newest, where it places the others on
-the host, and which branch of the kernel does the same on a device. What it does not say is refused where it is needed.
-The buffer owns all state.
+A sampler says what a buffer keeps of priorities, how many rows of a batch are the newest ones, how the others are drawn
+on the host, and which branch of the kernel draws them on a device. A call that needs what a sampler does not say is
+refused. The buffer owns all state.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class HostState(Protocol):
     counters: np.ndarray
     # the eligible starts; None where all stored slots can be drawn
     starts: MassTree | None
-    # by priority, where there are any: `loops.tree.draw` of the tree of masses, or `HostRanks.draw`
+    # by priority, where there are any: `loops.tree.draw` of the tree of masses, or `HostRanks.draw_ranks`
     draw_by_mass: Callable[..., int]
     draw_by_rank: Callable[..., RankedRows]
     # whether a sampler of one's own was asked for the chances of all places

@@ -84,7 +84,7 @@ class HostEngine:
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Sample `batch` transitions: fields, key, probability and weight."""
         drawn = self.sampling.draw(batch, beta)
-        return self.sampling.finish(self._rows_at(drawn[0]), drawn)
+        return self.sampling.count_sample(self._rows_at(drawn[0]), drawn)
 
     def _rows_at(self, slots: np.ndarray) -> dict[str, Tensor]:
         tensors, memory, records, ahead = {}, self._memory, self._records, self._ahead

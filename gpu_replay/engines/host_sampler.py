@@ -55,14 +55,14 @@ class HostSampler:
         if state.summed is not None:
             self.draw_by_mass = partial(tree_loops.draw.compiled(), *state.summed.host[:2])
         elif (codes := state.tree) is not None:
-            self._ranks = HostRanks(codes.arrays[0][: codes.slots], self.counters, self._base.alpha)
+            self._ranks = HostRanks(codes.masses.numpy(), self.counters, self._base.alpha)
             codes.host = codes.host._replace(changed_slots=self._ranks.changed_slots)
-            self.draw_by_rank = self._ranks.draw
+            self.draw_by_rank = self._ranks.draw_ranks
         tree = (_NONE,) * 3 if state.tree is None else state.tree.host
         self.arrays = self.counters, self.times_sampled, *tree
         rule, waiting = state.rule, storage.waiting_arrays()
         self._update_arguments = rule.ordered, rule.limit, self.capacity, self.counters, *tree, *waiting
-        self._finish = ring_loops.finish.compiled()
+        self._count_sample = ring_loops.count_sample.compiled()
         if state.tree is not None:
             self._update = tree_loops.update.compiled()
         self._postponed: list[Callable[[], object]] | None = None
@@ -118,7 +118,7 @@ class HostSampler:
         first, second, third = map(np.concatenate, zip(drawn, (slots, sure, sure), strict=True))
         return first, second, third
 
-    def finish(self, tensors: dict[str, Tensor], draw: HostDraw) -> dict[str, Tensor]:
+    def count_sample(self, tensors: dict[str, Tensor], draw: HostDraw) -> dict[str, Tensor]:
         """Commit a draw: advance the random stream and the sample counts. Returns the tensors of the sample with its
         keys, probabilities and weights.
         """
@@ -128,10 +128,10 @@ class HostSampler:
         tensors["weight"] = torch.from_numpy(weight)
         if self._postponed is not None:
             place = slots, self.random.block, self.counters, self.times_sampled, keys
-            self._postponed.append(partial(self._finish, *place))
+            self._postponed.append(partial(self._count_sample, *place))
             return tensors
         # no signal is handled within this one call, so an exception comes before or after all of it
-        self._finish(slots, self.random.block, self.counters, self.times_sampled, keys)
+        self._count_sample(slots, self.random.block, self.counters, self.times_sampled, keys)
         return tensors
 
     @contextmanager

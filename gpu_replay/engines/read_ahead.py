@@ -21,21 +21,21 @@ class ReadAhead:
         import resource
 
         self._mapping, self._pieces = mapping, pieces
-        # blocks that this process has read, those that it asked for included
-        self._blocks = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_inblock
+        self._usage = lambda: resource.getrusage(resource.RUSAGE_SELF)
+        # blocks that this process had read when the last gather began, those that it asked for included
         self._before = 0
         # whether the last gather read from the disk
         self.reads = False
 
     def begin(self, slots: np.ndarray) -> None:
         """Rows of these slots are gathered from here on."""
-        self._before = self._blocks()
+        self._before = self._usage().ru_inblock
         if self.reads:
             self._ask(slots)
 
     def end(self) -> None:
         """All of them are gathered."""
-        self.reads = self._blocks() > self._before
+        self.reads = self._usage().ru_inblock > self._before
 
     def _ask(self, slots: np.ndarray) -> None:
         rows = np.unique(slots)
