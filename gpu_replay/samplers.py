@@ -11,16 +11,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from gpu_replay.ops.counters import HostWords
+from gpu_replay.ops.counters import Counter, HostWords
 from gpu_replay.ops.draw import (
     PERMUTATION_WORDS,
     DrawRange,
-    draw_by_mass,
     permuted_ranks,
     slots_in,
     slots_of,
@@ -29,7 +28,7 @@ from gpu_replay.ops.draw import (
 )
 from gpu_replay.ops.mass import MassRule, OrderRule, Rule
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.ranks import HostRanks
+from gpu_replay.ops.ranks import RankedRows
 from gpu_replay.stats import (
     Distribution,
     chance_distribution,
@@ -100,25 +99,8 @@ class Sequences:
         object.__setattr__(self, "stride", check_int("Sequences stride", self.stride, 1, 2**31 - 1))
 
 
-class HostDraw(NamedTuple):
-    """(B,) int64 slots, float32 probabilities and float32 importance weights."""
-
-    slots: np.ndarray
-    probability: np.ndarray
-    weight: np.ndarray
-
-
-class Rows(NamedTuple):
-    """Rows drawn by chance on the host.
-
-    slots: (B,) int64. parts: (B,) what their chances are proportional to, and `total` of all that can be drawn.
-    least: the part that has the largest weight; 0 stands for the least of the batch.
-    """
-
-    slots: np.ndarray
-    parts: np.ndarray
-    total: float
-    least: float = 0
+# (B,) int64 slots, float32 probabilities and float32 importance weights
+HostDraw = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class HostState(Protocol):
@@ -126,17 +108,15 @@ class HostState(Protocol):
 
     random: HostWords
     capacity: int
+    counters: np.ndarray
+    # the eligible starts; None where all stored slots can be drawn
+    starts: MassTree | None
+    # by priority, where there are any: `loops.tree.draw` of the tree of masses, or `HostRanks.draw_ranks`
+    draw_by_mass: Callable[..., int]
+    draw_by_rank: Callable[..., RankedRows]
     # whether a sampler of one's own was asked for the chances of all places
     chances_checked: bool
 
-    @property
-    def step(self) -> int: ...
-    @property
-    def masses(self) -> MassTree: ...
-    @property
-    def starts(self) -> MassTree | None: ...
-    @property
-    def ranks(self) -> HostRanks: ...
     def span(self) -> tuple[int, int]: ...
     def range(self, tree: MassTree) -> DrawRange: ...
 
@@ -235,14 +215,9 @@ class BaseSampler(Sampler):
         """
         return np.full(places.size, 1 / total)
 
-    @property
-    def normalizes_over_buffer(self) -> bool:
-        """Whether weights are divided by the largest that any stored transition could get, or in the batch."""
-        return self.normalize == "buffer"
-
-    def beta_at(self, step: int) -> float:
-        """The exponent of importance weights after so many samples."""
-        return self.beta(step) if isinstance(self.beta, LinearSchedule) else self.beta
+    def exponent(self, host: HostState) -> float:
+        """The exponent of importance weights of the next sample."""
+        return self.beta(host.counters.item(Counter.STEP)) if isinstance(self.beta, LinearSchedule) else self.beta
 
     def rule(self, slots: int) -> Rule:
         """The rule that turns priorities into the values of the tree."""
@@ -255,11 +230,13 @@ class BaseSampler(Sampler):
     def draw(self, host: HostState, rows: int, beta: float | None) -> HostDraw:
         """Draw `rows` slots on the host."""
         slots, parts, total, least = self._rows(host, rows)
-        weight = weights_of((least or parts.min()) / parts, self.beta_at(host.step) if beta is None else beta)
-        return HostDraw(slots, (parts / total).astype(np.float32), weight)
+        weight = weights_of((least or parts.min()) / parts, self.exponent(host) if beta is None else beta)
+        return slots, (parts / total).astype(np.float32), weight
 
-    def _rows(self, host: HostState, count: int) -> Rows:
-        """Draw so many rows by chance."""
+    def _rows(self, host: HostState, count: int) -> tuple[np.ndarray, np.ndarray, float, float]:
+        """Draw so many rows by chance: (B,) int64 slots; (B,) parts, to which their chances are proportional; the sum
+        of these over all that can be drawn; and the part of the largest weight, 0 for the least of the batch.
+        """
         total, slots_at = self._drawable(host)
         places = np.ascontiguousarray(self.places(total, count, host.random), dtype=np.int64)
         if places.shape != (count,) or places.min() < 0 or places.max() >= total:
@@ -272,7 +249,7 @@ class BaseSampler(Sampler):
         if not host.chances_checked and total <= MOST_CHECKED:
             self._all_chances(total)
             host.chances_checked = True
-        return Rows(slots_at(places), chances, 1.0)
+        return slots_at(places), chances, 1.0, 0
 
     def _all_chances(self, total: int) -> np.ndarray:
         """The probability, (total,) float64, of each place; ValueError where they are no probabilities."""
@@ -332,7 +309,7 @@ class Uniform(BaseSampler):
         probability, weight = np.empty(rows, np.float32), np.empty(rows, np.float32)
         probability.fill(1 / count)
         weight.fill(1)
-        return HostDraw(slots, probability, weight)
+        return slots, probability, weight
 
     def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         return uniform_distribution(eligible)
@@ -409,11 +386,11 @@ class Proportional(_Prioritized):
 
     def draw(self, host: HostState, rows: int, beta: float | None) -> HostDraw:
         # one loop places, finds and weighs
-        tree, doubles = host.masses, host.random.doubles(rows)
-        drawn = draw_by_mass(tree, doubles, stratified=self.stratified, over_buffer=self.normalizes_over_buffer)
-        _some(drawn.mass)
-        weight = weights_of(drawn.ratio, self.beta_at(host.step) if beta is None else beta)
-        return HostDraw(drawn.slots, drawn.probability, weight)
+        slots, probability, ratio = np.empty(rows, np.int64), np.empty(rows, np.float32), np.empty(rows)
+        doubles, over_buffer = host.random.doubles(rows), self.normalize == "buffer"
+        if not host.draw_by_mass(doubles, self.stratified, over_buffer, slots, probability, ratio):
+            _some(0)
+        return slots, probability, weights_of(ratio, self.exponent(host) if beta is None else beta)
 
     def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         return mass_distribution(leaves, rule)
@@ -444,9 +421,9 @@ class RankBased(_Prioritized):
     def rule(self, slots: int) -> Rule:
         return OrderRule()
 
-    def _rows(self, host: HostState, count: int) -> Rows:
-        ranked = host.ranks.draw_ranks(host.random.doubles(count), stratified=self.stratified)
-        return Rows(ranked.slots, ranked.masses, ranked.total, ranked.last if self.normalizes_over_buffer else 0)
+    def _rows(self, host: HostState, count: int) -> tuple[np.ndarray, np.ndarray, float, float]:
+        slots, masses, total, last = host.draw_by_rank(host.random.doubles(count), stratified=self.stratified)
+        return slots, masses, total, last if self.normalize == "buffer" else 0
 
     def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         return rank_distribution(leaves, rule, self.alpha)

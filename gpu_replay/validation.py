@@ -418,7 +418,7 @@ def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: boo
                 and array.ndim == 1
                 and numbers.dtype in _REAL
                 and numbers.shape == array.shape
-                and np.vdot(numbers, numbers) < math.inf
+                and numbers.dot(numbers) < math.inf
             ):
                 return array, numbers, False
         except (RuntimeError, TypeError):

@@ -53,13 +53,14 @@ class StepInput:
         Raises KeyError for names that are missing or unknown.
         """
         fields = flattened(values, self._fields)
-        if any(name == "next_obs" or name.startswith("next_obs.") for name in fields):
-            raise KeyError(
-                "a trajectory buffer takes no next_obs: observations are stored once, and the next step brings it; "
-                "give final_obs= where an episode ended and the next step is of another one."
-            )
         finals = {name: fields.pop(f"final_{name}") for name in self._observations if f"final_{name}" in fields}
-        check_names(fields, self._fields)
+        if fields.keys() != self._fields.keys():
+            if any(name == "next_obs" or name.startswith("next_obs.") for name in fields):
+                raise KeyError(
+                    "a trajectory buffer takes no next_obs: observations are stored once, and the next step brings it; "
+                    "give final_obs= where an episode ended and the next step is of another one."
+                )
+            check_names(fields, self._fields)
         if final_obs is not None:
             finals["obs"] = final_obs
         return fields, finals
@@ -206,7 +207,9 @@ class StepInput:
         if tuple(value.shape) != shape:
             raise ValueError(f"{name!r} needs shape {list(shape)}; found {list(value.shape)}.")
         if isinstance(value, Tensor):
-            if read is not None and value.is_cpu and value.dtype != field.dtype:
+            if value.dtype == field.dtype:
+                return value
+            if read is not None and value.is_cpu:
                 value = value.clone()
                 value[~read] = 0
             return validation.cast(name, value, field.dtype)

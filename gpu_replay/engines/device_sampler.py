@@ -41,7 +41,7 @@ class DeviceSampler:
     def __init__(self, state: SamplerState, storage: Storage, stream_order: StreamOrder) -> None:
         self.state = state
         self.counters = state.counters
-        self.order = stream_order
+        self.order, self.capturing = stream_order, stream_order.capturing
         self.device = state.counters.device
         # whether adds were captured that others replay, so that the host cannot count on; and whether an interrupt came
         # when an add may have been launched, so that the host must look once
@@ -122,10 +122,6 @@ class DeviceSampler:
             counts = self.counters.tolist()
         added = counts[Counter.ADDED]
         return max(counts[Counter.FIRST], added - self.state.slots), added
-
-    def capturing(self) -> bool:
-        """Whether the calls of this moment go into a graph instead of to the device."""
-        return self.order.capturing()
 
     def launch_add(self, rows: int, launch: Callable[..., None], *arguments: object) -> None:
         """Launch an `add` of so many rows, within `ordered`, and count them."""
@@ -216,7 +212,7 @@ class DeviceSampler:
             starts=state.eligible_tree,
             tracks_eligibility=state.tracks_eligibility,
             stratified=base.stratified,
-            normalize_over_buffer=base.normalizes_over_buffer,
+            normalize_over_buffer=base.normalize == "buffer",
             replacement=base.replacement,
         )
         schedule = (self._schedule,) if scheduled and self._schedule is not None else ()
@@ -249,7 +245,8 @@ class DeviceSampler:
                 if not ready:
                     keys, priorities = self.moved(keys), self.moved(priorities)
                 self.order.reads((keys, priorities))
-                self.changed()
+                if self._ranks is not None:
+                    self._ranks.changed(self.order.captures)
                 self._updates(keys.shape[0], priorities.dtype)(keys, priorities, ready)
 
     def write(self, keys: Tensor, values: dict[str, Tensor]) -> None:

@@ -173,27 +173,21 @@ class TrajectoryDeviceEngine:
         Waits for the device when the host does not know of enough: a few times while a buffer fills, and whenever
         adds that others replay may have changed the answer. While capturing it takes them for enough.
         """
-        if self.sampling.capturing():
+        sampling, shape = self.sampling, self._shape
+        if sampling.capturing():
             return needed
-        if self.sampling.interrupted:
-            self.sampling.look()
-        least = self._at_least()
+        if sampling.interrupted:
+            sampling.look()
+        # a lower bound, without asking the device
+        least = 0 if sampling.host_count_stale else sampling.eligible
+        if sampling.overwritten:
+            # whatever lost a frame of its stack lies in the steps overwritten and the stack - 1 steps after them
+            least -= sampling.overwritten + (shape.stack - 1) * shape.num_envs
         if least >= needed:
             return least
-        with self.sampling.order:
-            counts = self.sampling.counts()
-            self.sampling.eligible, self.sampling.overwritten = counts[Counter.ELIGIBLE], 0
-            return self.sampling.eligible
-
-    def _at_least(self) -> int:
-        """A lower bound of the eligible starts, without asking the device."""
-        sampling, shape = self.sampling, self._shape
-        if sampling.host_count_stale:
-            return 0
-        if not sampling.overwritten:
+        with sampling.order:
+            sampling.eligible, sampling.overwritten = sampling.counts()[Counter.ELIGIBLE], 0
             return sampling.eligible
-        # with k steps overwritten, whatever lost a frame of its stack lies in them and the stack - 1 steps after them
-        return sampling.eligible - sampling.overwritten - (shape.stack - 1) * shape.num_envs
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` starts: fields, windows, key, probability and weight; 2 launches.

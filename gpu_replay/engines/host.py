@@ -48,15 +48,9 @@ class HostEngine:
             layout: Any = {"names": dtype.names, "itemsize": dtype.itemsize, "offsets": [at for _, at, *_ in places]}
             layout["formats"] = [_NUMBERS.get(part.itemsize, part) for part, *_ in places]
             self._records = storage.records.view(np.dtype(layout))
-        # in the order of the fields: rows, the dtype of one out of a record, and whether they leave as they are
+        # in the order of the fields: rows, the dtype of one out of a record, and what makes a tensor of them
         self._fields = [
-            (
-                name,
-                field,
-                rows[name],
-                self._row_dtype(name, rows[name]),
-                not field.converts and field.dtype != torch.bfloat16,
-            )
+            (name, field, rows[name], self._row_dtype(name, rows[name]), as_torch(field))
             for name, field in storage.fields.items()
         ]
 
@@ -90,29 +84,27 @@ class HostEngine:
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Sample `batch` transitions: fields, key, probability and weight."""
         drawn = self.sampling.draw(batch, beta)
-        return self.sampling.count_sample(self._rows_at(drawn.slots), drawn)
+        return self.sampling.count_sample(self._rows_at(drawn[0]), drawn)
 
     def _rows_at(self, slots: np.ndarray) -> dict[str, Tensor]:
-        if self._ahead is None:
-            return self._gather(slots)
-        with self._ahead.reading(slots):
-            return self._gather(slots)
-
-    def _gather(self, slots: np.ndarray) -> dict[str, Tensor]:
-        tensors, memory, records = {}, self._memory, self._records
+        tensors, memory, records, ahead = {}, self._memory, self._records, self._ahead
+        if ahead is not None:
+            ahead.begin(slots)
         if records.size:
             records = gather_rows(records, slots, memory, "")
-        for name, field, stored, row, verbatim in self._fields:
+        small = records.nbytes < LARGE
+        for name, field, stored, row, view in self._fields:
             if row is None:
                 rows = gather_rows(stored, slots, memory, name)
             else:
-                rows = memory.copy(name, records[name]).view(row)
-            if verbatim:
-                tensors[name] = torch.from_numpy(rows)
-                continue
-            large = field.converts and rows.size * field.output_dtype.itemsize >= LARGE
-            out = memory.tensor(f"{name} as sampled", rows.shape, field.output_dtype) if large else None
-            tensors[name] = convert(as_torch(rows, field), field, out)
+                rows = (records[name].copy() if small else memory.copy(name, records[name])).view(row)
+            tensors[name] = tensor = view(rows)
+            if field.converts:
+                large = rows.size * field.output_dtype.itemsize >= LARGE
+                out = memory.tensor(f"{name} as sampled", rows.shape, field.output_dtype) if large else None
+                tensors[name] = convert(tensor, field, out)
+        if ahead is not None:
+            ahead.end()
         return tensors
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:

@@ -22,9 +22,9 @@ from gpu_replay.loops import tree as tree_loops
 from gpu_replay.ops.counters import NO_KEY, Counter, HostWords
 from gpu_replay.ops.draw import DrawRange, draw_range, slots_in
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.ranks import HostRanks
+from gpu_replay.ops.ranks import HostRanks, RankedRows
 from gpu_replay.ops.ring import commit, contiguous, put
-from gpu_replay.samplers import HostDraw
+from gpu_replay.samplers import HostDraw, Sampler
 
 _NONE = np.zeros(0, dtype=np.int64)
 
@@ -35,23 +35,36 @@ class HostSampler:
     The buffer has checked all arguments and holds the lock. A draw changes nothing until `finish` counts it.
 
     arrays: counters, times sampled, and the tree of masses as `loops/tree.py` takes it, or nothing.
+
+    What samplers draw from is as in `HostState`.
     """
+
+    draw_by_mass: Callable[..., int]
+    draw_by_rank: Callable[..., RankedRows]
 
     def __init__(self, state: SamplerState, storage: Storage, seed: int) -> None:
         self.state = state
         self.counters = state.counters.numpy()
         self.times_sampled, self._storage = storage.times_sampled.numpy(), storage
-        self._base, self._tree, self.capacity = state.base, state.tree, state.slots
+        self._base, self.masses, self.capacity = state.base, state.tree, state.slots
+        self.starts = state.eligible if state.tracks_eligibility else None
+        # None where no row of a batch is one of the newest
+        newest_of = state.sampler.newest_of
+        self._newest_of = None if type(state.sampler).newest_of is Sampler.newest_of else newest_of
         self._ranks: HostRanks | None = None
-        if self._base.prioritized and not self._base.summed:
-            codes = state.masses
-            self._ranks = HostRanks(codes.arrays[0][: codes.slots], self.counters, self._base.alpha)
+        if state.summed is not None:
+            self.draw_by_mass = partial(tree_loops.draw.compiled(), *state.summed.host[:2])
+        elif (codes := state.tree) is not None:
+            self._ranks = HostRanks(codes.masses.numpy(), self.counters, self._base.alpha)
             codes.host = codes.host._replace(changed_slots=self._ranks.changed_slots)
+            self.draw_by_rank = self._ranks.draw_ranks
         tree = (_NONE,) * 3 if state.tree is None else state.tree.host
         self.arrays = self.counters, self.times_sampled, *tree
         rule, waiting = state.rule, storage.waiting_arrays()
         self._update_arguments = rule.ordered, rule.limit, self.capacity, self.counters, *tree, *waiting
         self._count_sample = ring_loops.count_sample.compiled()
+        if state.tree is not None:
+            self._update = tree_loops.update.compiled()
         self._postponed: list[Callable[[], object]] | None = None
         self.rebuild(seed)
 
@@ -82,32 +95,10 @@ class HostSampler:
 
     def count_at_least(self, needed: int) -> int:
         """Count the rows that can be drawn."""
-        first, added = self.span()
-        return self.counters.item(Counter.ELIGIBLE) if self.state.tracks_eligibility else added - first
-
-    # what samplers draw from
-
-    @property
-    def step(self) -> int:
-        """Samples so far."""
-        return self.counters.item(Counter.STEP)
-
-    @property
-    def masses(self) -> MassTree:
-        """The tree of masses."""
-        return self.state.masses
-
-    @property
-    def starts(self) -> MassTree | None:
-        """The eligible starts; None where all stored slots can be drawn."""
-        return self.state.eligible if self.state.tracks_eligibility else None
-
-    @property
-    def ranks(self) -> HostRanks:
-        """The order of ranks."""
-        if self._ranks is None:
-            raise RuntimeError(f"{self.state.sampler} keeps no ranks.")
-        return self._ranks
+        if self.starts is not None:
+            return self.counters.item(Counter.ELIGIBLE)
+        added = self.counters.item(Counter.ADDED)
+        return min(added - self.counters.item(Counter.FIRST), self.capacity)
 
     def range(self, tree: MassTree) -> DrawRange:
         """The mass of a tree, counted from the oldest key."""
@@ -118,24 +109,23 @@ class HostSampler:
     def draw(self, batch: int, beta: float | None) -> HostDraw:
         """Draw `batch` slots by `random` from the counter's block on."""
         self.random.block = self.counters.item(Counter.RANDOM)
-        newest = self.state.sampler.newest_of(batch)
-        if not newest:
+        if self._newest_of is None or not (newest := self._newest_of(batch)):
             return self._base.draw(self, batch, beta)
         slots, sure = self._newest(newest), np.ones(newest, dtype=np.float32)
         if newest == batch:
-            return HostDraw(slots, sure, sure.copy())
+            return slots, sure, sure.copy()
         drawn = self._base.draw(self, batch - newest, beta)
-        return HostDraw(*map(np.concatenate, zip(drawn, (slots, sure, sure), strict=True)))
+        first, second, third = map(np.concatenate, zip(drawn, (slots, sure, sure), strict=True))
+        return first, second, third
 
     def count_sample(self, tensors: dict[str, Tensor], draw: HostDraw) -> dict[str, Tensor]:
         """Commit a draw: advance the random stream and the sample counts. Returns the tensors of the sample with its
         keys, probabilities and weights.
         """
-        slots, tensor = draw.slots, torch.from_numpy
-        keys = np.empty(slots.size, dtype=np.int64)
-        tensors["key"] = tensor(keys)
-        tensors["probability"] = tensor(draw.probability)
-        tensors["weight"] = tensor(draw.weight)
+        (slots, probability, weight), keys = draw, np.empty(draw[0].size, np.int64)
+        tensors["key"] = torch.from_numpy(keys)
+        tensors["probability"] = torch.from_numpy(probability)
+        tensors["weight"] = torch.from_numpy(weight)
         if self._postponed is not None:
             place = slots, self.random.block, self.counters, self.times_sampled, keys
             self._postponed.append(partial(self._count_sample, *place))
@@ -155,11 +145,11 @@ class HostSampler:
 
     def _newest(self, count: int) -> np.ndarray:
         """The slots of the `count` newest keys that can be drawn."""
-        if not self.state.tracks_eligibility:
+        if self.starts is None:
             added = self.counters.item(Counter.ADDED)
             return np.arange(added - count, added) % self.capacity
-        within = self.range(self.state.eligible)
-        return slots_in(self.state.eligible, within, np.arange(within.total - count, within.total))
+        within = self.range(self.starts)
+        return slots_in(self.starts, within, np.arange(within.total - count, within.total))
 
     # update
 
@@ -168,12 +158,12 @@ class HostSampler:
         if not keys.size:
             return
         # the last line of each branch changes all that changes: an exception comes before it or after
-        if self._tree is None:
+        if self.masses is None:
             first, added = self.span()
             self.counters[Counter.STALE] += np.count_nonzero(((keys < first) | (keys >= added)) & (keys != NO_KEY))
         else:
             array, numbers = contiguous(keys), self.state.rule.numbers(priorities)
-            tree_loops.update.compiled()(array, numbers, *self._update_arguments)
+            self._update(array, numbers, *self._update_arguments)
 
     def write(self, keys: Tensor, values: dict[str, np.ndarray]) -> None:
         """Store rows of some fields under (m,) live keys; the last of a repeated key wins, others are counted."""

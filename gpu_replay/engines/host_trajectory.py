@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from functools import partial
 from itertools import chain, repeat, starmap
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.storage import check_live
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.fields import as_numpy
+from gpu_replay.loops import windows as window_loops
 from gpu_replay.loops.goals import choose_goals
 from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.counters import Counter
@@ -23,9 +23,8 @@ from gpu_replay.ops.draw import PERMUTATION_WORDS, permuted_ranks
 from gpu_replay.ops.eligibility import Flag, GivenFinals, endings, powers_of
 from gpu_replay.ops.frames import FrameStore, gather_stacks
 from gpu_replay.ops.hindsight import GoalRows, Strategy, gather_goals, goal_sums, goal_words, put_goals
-from gpu_replay.ops.ring import as_torch, convert, gather_rows, parts_of, put
+from gpu_replay.ops.ring import as_sampled, parts_of, put
 from gpu_replay.ops.steps import NONE_KEPT, HostSteps
-from gpu_replay.ops.windows import HostWindows, Windows
 
 if TYPE_CHECKING:
     from gpu_replay.hindsight import Hindsight
@@ -52,17 +51,19 @@ class TrajectoryHostEngine:
         rewards, powers = rows.pop("reward"), powers_of(storage.gamma, shape.n_step)
         trees, ring = (state.tree, state.eligible_tree), (sampling.counters, rewards, sampling.times_sampled)
         self._steps = HostSteps(storage.streams, trees, state.initial, *ring)
-        self._windows = HostWindows(storage.streams, rewards, powers, zero=storage.padding == "zero")
         self._flags, self._rewards = storage.streams.flags.numpy(), rewards
+        depth, final = storage.streams.depth.numpy(), storage.streams.final.numpy()
+        layout = shape.num_envs, shape.next_step, storage.padding == "zero"
+        self._windows = partial(window_loops.windows.compiled(), self._flags, depth, final, rewards, powers, *layout)
         self._pools = {name: as_numpy(tensor) for name, tensor in storage.finals.items()}
         # a view by steps of every field stored here; the loop stores rewards
         by_step = shape.steps, shape.num_envs
         self._rings = [each.reshape(*by_step, *each.shape[1:]) for each in rows.values()]
-        columns = [(name, rows[name], storage.fields[name]) for name in rows]
-        seen = [column for column in columns if column[0] in storage.observations]
-        self._single = [column for column in columns if column[0] not in storage.observations]
-        self._stored = seen + self._single
-        self._stacked = [(name, FrameStore.of(each, self._pools.get(name)), field) for name, each, field in seen]
+        fields, seen = storage.fields, [name for name in rows if name in storage.observations]
+        self._stacked = [(name, FrameStore.of(rows[name], self._pools.get(name), fields[name])) for name in seen]
+        names = [*seen, *(name for name in rows if name not in seen)]
+        self._stored = [(name, rows[name], as_sampled(fields[name])) for name in names]
+        self._single = self._stored[len(seen) :]
         self._outputs = BatchMemory()
         self._ahead = storage.read_ahead()
         if shape.hindsight:
@@ -150,16 +151,16 @@ class TrajectoryHostEngine:
         was.
         """
         drawn = self.sampling.draw(batch, beta)
-        tensors = self._rows(drawn.slots)
+        tensors = self._rows(drawn[0])
         if self._relabel is not None and (count := self._relabel.count(batch)):
-            self._rewrite(tensors, drawn.slots, count, self._relabel)
+            self._rewrite(tensors, drawn[0], count, self._relabel)
         return self.sampling.count_sample(tensors, drawn)
 
     def _rewrite(self, tensors: dict[str, Tensor], slots: np.ndarray, count: int, relabel: Hindsight) -> None:
         """Give `count` rows of a batch in (B,) slots other goals."""
         storage, achieved, desired = self._storage, relabel.achieved_field, relabel.desired_field
         chosen = self._goals_of(slots, count, relabel.strategy)
-        raw = as_torch(gather_rows(as_numpy(storage.tensors[achieved]), chosen.slots.numpy()), storage.fields[achieved])
+        raw = storage.tensors[achieved][chosen.slots]
         goals = gather_goals(chosen, raw, storage.finals.get(achieved), storage.fields[desired])
         shown = put_goals(tensors, chosen, goals, achieved, desired, self._shape.stack)
         relabel.rewrite(tensors, shown, storage.singles, storage.gamma)
@@ -168,35 +169,36 @@ class TrajectoryHostEngine:
 
     def _rows(self, slots: np.ndarray) -> dict[str, Tensor]:
         """Stacks, windows and single fields of eligible starts, or of the sequences from them on."""
-        if self._shape.length:
-            return self._sequences(slots, self._shape.length)
-        return self._contents(slots, self._windows.at(slots))
-
-    def _contents(self, slots: np.ndarray, windows: Windows) -> dict[str, Tensor]:
-        """The tensors of a batch, made from steps and their windows."""
-        frame_slots, out, after = windows.frame_slots, {}, {}
-        with nullcontext() if self._ahead is None else self._ahead.reading(np.maximum(frame_slots, 0)):
-            # the stacks before and after in one gather: an operation costs as much as the copy of a small batch
-            for name, frames, field in self._stacked:
-                out[name], after[f"next_{name}"] = gather_stacks(frames, field, frame_slots, self._outputs, name)
-            for name, rows, field in self._single:
-                out[name] = convert(as_torch(gather_rows(rows, slots), field), field)
-        out["reward"] = torch.from_numpy(windows.reward)
+        shape, ahead = self._shape, self._ahead
+        if shape.length:
+            slots = ((slots[:, None] + np.arange(shape.length) * shape.num_envs) % self._capacity).reshape(-1)
+        frame_slots = np.empty((2 * slots.size, shape.stack), np.int64)
+        reward, discount = np.empty((2, slots.size), np.float32)
+        terminated, truncated = np.empty((2, slots.size), np.bool_)
+        self._windows(slots, frame_slots, reward, discount, terminated, truncated)
+        if ahead is not None:
+            ahead.begin(np.maximum(frame_slots, 0))
+        out, after = {}, {}
+        # the stacks before and after in one gather: an operation costs as much as the copy of a small batch
+        for name, frames in self._stacked:
+            out[name], after[f"next_{name}"] = gather_stacks(frames, frame_slots, self._outputs, name)
+        for name, rows, sampled in self._single:
+            out[name] = sampled(rows.take(slots, 0))
+        if ahead is not None:
+            ahead.end()
+        out["reward"] = torch.from_numpy(reward)
         out.update(after)
-        out["discount"] = torch.from_numpy(windows.discount)
-        out["terminated"] = torch.from_numpy(windows.terminated)
-        out["truncated"] = torch.from_numpy(windows.truncated)
-        return out
+        out["discount"] = torch.from_numpy(discount)
+        out["terminated"] = torch.from_numpy(terminated)
+        out["truncated"] = torch.from_numpy(truncated)
+        return self._as_sequences(out, slots.reshape(-1, shape.length)) if shape.length else out
 
-    def _sequences(self, starts: np.ndarray, length: int) -> dict[str, Tensor]:
-        """`length` steps from each start with their windows, and the mask of those of its episode that have targets."""
-        batch, ahead = starts.size, np.arange(length, dtype=np.int64)
-        slots = (starts[:, None] + ahead * self._shape.num_envs) % self._capacity
-        flat = slots.reshape(-1)
-        windows = self._windows.at(flat)
-        out = self._contents(flat, windows)
-        out = {name: value.reshape(batch, length, *value.shape[1:]) for name, value in out.items()}
-        flags = self._flags.take(slots)
+    def _as_sequences(self, out: dict[str, Tensor], slots: np.ndarray) -> dict[str, Tensor]:
+        """These steps with their windows as sequences, in (B, L) slots, and the mask of those of the episode of the
+        first one that have targets.
+        """
+        out = {name: value.reshape(*slots.shape, *value.shape[1:]) for name, value in out.items()}
+        flags, ahead = self._flags.take(slots), np.arange(slots.shape[1])
         # the episode of the first step began no later than that
         mask = (self._streams.depth.numpy().take(slots) >= ahead) & (flags & Flag.TARGET != 0)
         out["discount"] *= torch.from_numpy(mask)
@@ -225,5 +227,5 @@ class TrajectoryHostEngine:
     def stored(self, keys: Tensor) -> dict[str, Tensor]:
         """The single steps of these live keys."""
         slots = keys.numpy() % self._capacity
-        out = {name: convert(as_torch(gather_rows(rows, slots), field), field) for name, rows, field in self._stored}
+        out = {name: sampled(rows.take(slots, 0)) for name, rows, sampled in self._stored}
         return out | {"reward": torch.from_numpy(self._rewards.take(slots))} | endings(self._streams.flags[slots])

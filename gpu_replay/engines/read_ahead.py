@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,18 +22,20 @@ class ReadAhead:
 
         self._mapping, self._pieces = mapping, pieces
         self._usage = lambda: resource.getrusage(resource.RUSAGE_SELF)
+        # blocks that this process had read when the last gather began, those that it asked for included
+        self._before = 0
         # whether the last gather read from the disk
         self.reads = False
 
-    @contextmanager
-    def reading(self, slots: np.ndarray) -> Iterator[None]:
-        """Within it rows of these slots are gathered."""
-        # blocks that this process has read, those that it asked for included
-        before = self._usage().ru_inblock
+    def begin(self, slots: np.ndarray) -> None:
+        """Rows of these slots are gathered from here on."""
+        self._before = self._usage().ru_inblock
         if self.reads:
             self._ask(slots)
-        yield
-        self.reads = self._usage().ru_inblock > before
+
+    def end(self) -> None:
+        """All of them are gathered."""
+        self.reads = self._usage().ru_inblock > self._before
 
     def _ask(self, slots: np.ndarray) -> None:
         rows = np.unique(slots)

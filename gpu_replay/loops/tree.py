@@ -83,8 +83,8 @@ total = loop("(int64[::1], int64[::1])")(total_of)
 # priorities
 
 
-@loop(*(f"({real}[::1], float64, float64, float64, float64[::1])" for real in ("float32", "float64")))
-def shifted(priorities, eps, clip, least, numbers):
+@loop(*(f"(float64, float64, float64, {real}[::1], float64[::1])" for real in ("float32", "float64")))
+def shifted(eps, clip, least, priorities, numbers):
     """min(|priority| + eps, clip), at least `least`, of (B,) finite priorities."""
     for row in range(priorities.size):
         numbers[row] = max(min(abs(np.float64(priorities[row])) + eps, clip), least)

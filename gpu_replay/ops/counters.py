@@ -68,7 +68,7 @@ class HostWords:
 
     def doubles(self, count: int) -> np.ndarray:
         """(word >> 11) * 2**-53 of the same words: float64 in [0, 1)."""
-        blocks = blocks_for(count)
+        blocks = -(-count // 4)
         numbers = self._advanced(blocks).random(blocks * 4)
         return numbers if numbers.size == count else numbers[:count]
 

@@ -67,29 +67,6 @@ def targets_in(total: int, doubles: np.ndarray, *, stratified: bool) -> np.ndarr
     return targets
 
 
-class MassDraw(NamedTuple):
-    """(B,) int64 slots, float32 probabilities and float64 ratios: the mass that has the largest weight over theirs.
-
-    mass: all of it; where that is 0 the others are not filled.
-    """
-
-    slots: np.ndarray
-    probability: np.ndarray
-    ratio: np.ndarray
-    mass: int
-
-
-def draw_by_mass(tree: MassTree, doubles: np.ndarray, *, stratified: bool, over_buffer: bool = False) -> MassDraw:
-    """Host: draw one slot for each of (B,) float64 in [0, 1).
-
-    over_buffer: whether the largest weight is that of the smallest stored mass or of the batch.
-    """
-    batch, (flat, starts) = doubles.size, tree.host[:2]
-    slots, probability, ratio = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.float32), np.empty(batch)
-    mass = tree_loops.draw.compiled()(flat, starts, doubles, stratified, over_buffer, slots, probability, ratio)
-    return MassDraw(slots, probability, ratio, mass)
-
-
 def weights_of(ratio: np.ndarray, beta: float) -> np.ndarray:
     """ratio ** beta as (B,) float32, of (B,) float64 ratios, which are overwritten."""
     np.log2(ratio, ratio)
@@ -108,7 +85,9 @@ PERMUTATION_WORDS = 2 * ROUNDS_OF_FEW
 
 def slots_of(ages: np.ndarray, first: int, capacity: int) -> np.ndarray:
     """Host: slots of the live keys `first + ages`."""
-    return (ages + first) % capacity
+    slots = ages + first
+    slots %= capacity
+    return slots
 
 
 def permuted_ranks(count: int, batch: int, words: np.ndarray) -> np.ndarray:

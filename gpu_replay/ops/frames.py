@@ -32,56 +32,53 @@ class FrameStore(NamedTuple):
     ring, pool: (slots, words) and (finals, words) stored frames and kept final observations, seen as words.
     dtype:      of the values in them, as NumPy sees it.
     gather:     the loop that copies them, compiled.
+    field:      what they hold; `view` makes tensors over such values.
     """
 
     ring: np.ndarray
     pool: np.ndarray
     dtype: np.dtype[Any]
     gather: Callable[..., None]
+    field: Field
+    view: Callable[[np.ndarray], Tensor]
 
     @classmethod
-    def of(cls, ring: np.ndarray, pool: np.ndarray | None) -> FrameStore:
+    def of(cls, ring: np.ndarray, pool: np.ndarray | None, field: Field) -> FrameStore:
         """The store of a ring (slots, *shape) and a pool of final observations (finals, *shape), or None."""
         rows = ring.reshape(len(ring), -1).view(np.uint8)
         # words of 8 bytes where rows are made of these
         by_bytes = rows.shape[1] % 8 or not rows.view(np.int64).flags.aligned
         word, gather = (np.uint8, gather_bytes) if by_bytes else (np.int64, gather_words)
         pool_rows = rows[:0] if pool is None else pool.reshape(len(pool), -1)
-        return cls(rows.view(word), pool_rows.view(word), ring.dtype, gather.compiled())
+        return cls(rows.view(word), pool_rows.view(word), ring.dtype, gather.compiled(), field, as_torch(field))
 
 
 def gather_stacks(
-    frames: FrameStore, field: Field, frame_slots: np.ndarray, outputs: BatchMemory, name: str
+    frames: FrameStore, frame_slots: np.ndarray, outputs: BatchMemory, name: str
 ) -> tuple[Tensor, Tensor]:
     """Host: (B, S, *shape) stacks of one field before and after windows, without the axis of frames where S is 1.
 
     frame_slots: (2 * B, S) as `loops/windows.py` says, the stacks before the windows first.
     outputs: where the memory of the stacks of the field `name` comes from.
     """
+    ring, pool, dtype, gather, field, view = frames
     (rows, stack), batch = frame_slots.shape, len(frame_slots) // 2
     shape = (rows, stack, *field.shape) if stack > 1 else (rows, *field.shape)
     if not field.converts:
-        out = outputs.array(name, shape, frames.dtype)
-        _gather_into(out, frames, frame_slots, 0, batch)
-        return as_torch(out[:batch], field), as_torch(out[batch:], field)
+        out = outputs.array(name, shape, dtype)
+        gather(ring, pool, frame_slots, 0, batch, 0, out.reshape(-1).view(ring.dtype).reshape(-1, ring.shape[1]))
+        return view(out[:batch]), view(out[batch:])
     converted = outputs.tensor(name, shape, field.output_dtype)
     sides = converted[:batch], converted[batch:]
     piece = max(1, min(_PIECE // max(1, 2 * stack * field.row_bytes), batch))
-    memory = np.empty((2 * piece, *shape[1:]), frames.dtype)
+    memory = np.empty((2 * piece, *shape[1:]), dtype)
     for begin in range(0, batch, piece):
         end = min(begin + piece, batch)
         raw = memory[: 2 * (end - begin)]
-        _gather_into(raw, frames, frame_slots, begin, end)
-        for side, part in zip(sides, as_torch(raw, field).chunk(2), strict=True):
+        gather(ring, pool, frame_slots, begin, end, begin, raw.reshape(-1).view(ring.dtype).reshape(-1, ring.shape[1]))
+        for side, part in zip(sides, view(raw).chunk(2), strict=True):
             convert(part, field, side[begin:end])
     return sides
-
-
-def _gather_into(out: np.ndarray, frames: FrameStore, frame_slots: np.ndarray, begin: int, end: int) -> None:
-    """Copy the frames of the windows from `begin` to `end` to `out`, which holds them alone."""
-    ring = frames.ring
-    words = out.reshape(-1).view(ring.dtype).reshape(-1, ring.shape[1])
-    frames.gather(ring, frames.pool, frame_slots, begin, end, begin, words)
 
 
 class StepStore(Protocol):
@@ -164,9 +161,12 @@ def make_gather_windows(
     new = [(name, allocator((*rows, *sides), dtype, device)) for name, (dtype, sides) in outputs.items()]
 
     def gather(slots: Tensor, sample: tuple[Tensor, ...] = (), beta: float = 0.0) -> dict[str, Tensor]:
-        out = {name: make() for name, make in new}
-        frames, after = tuple([out[name] for name in names]), tuple([out[name] for name in next_names])
-        launch(frames, after, tuple([out[name] for name in results]), slots, sample, beta)
+        out = {}
+        for name, make in new:
+            out[name] = make()
+        tensor = out.__getitem__
+        frames, after, windows = tuple(map(tensor, names)), tuple(map(tensor, next_names)), tuple(map(tensor, results))
+        launch(frames, after, windows, slots, sample, beta)
         return out
 
     return gather

@@ -104,23 +104,21 @@ class Launch:
         self._before = tuple(shared.pop(name) for name in run_time[: given[0]])
         self._after = tuple(shared.pop(name) for name in run_time[given[-1] + 1 :])
         self._settings = shared
-        self._run: Callable[..., object] | None = None
+        self._run: Callable[..., bool] | None = None
 
     def __call__(self, *arguments: Any, aligned: bool = True) -> None:
         """Launch the kernel with the arguments that are not shared."""
-        if aligned and self._run is not None:
-            self._run(*arguments)
+        if aligned and self._run is not None and self._run(*arguments):
             return
-        compiled = self._as_triton_does(*arguments)
+        compiled = self._kernel[self._grid](*self._before, *arguments, *self._after, **self._settings)
         # the interpreter and asynchronous compilation return no compiled kernel
-        if aligned and DIRECT and hasattr(compiled, "packed_metadata"):
+        if aligned and DIRECT and self._run is None and hasattr(compiled, "packed_metadata"):
             self._run = self._straight(compiled)
 
-    def _as_triton_does(self, *arguments: Any) -> Any:
-        return self._kernel[self._grid](*self._before, *arguments, *self._after, **self._settings)
-
-    def _straight(self, compiled: Any) -> Callable[..., object]:
-        """What Triton does once it has found the compiled code, on the device that is current now."""
+    def _straight(self, compiled: Any) -> Callable[..., bool]:
+        """What Triton does once it has found the compiled code, on the device that is current now; returns whether it
+        did, which it does not while hooks are told.
+        """
         from triton import knobs
         from triton.runtime import driver
 
@@ -130,12 +128,12 @@ class Launch:
         before = compiled.function, compiled.packed_metadata, None, None, None, *addresses(self._before)
         programs, after, hooks = self._grid[0], (*addresses(self._after), *sizes), knobs.runtime
 
-        def again(*arguments: Any) -> None:
+        def again(*arguments: Any) -> bool:
             # chains of hooks, or in other versions a hook or None
             enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
             if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-                self._as_triton_does(*arguments)
-            else:
-                run(programs, 1, 1, stream_of(device), *before, *arguments, *after)
+                return False
+            run(programs, 1, 1, stream_of(device), *before, *arguments, *after)
+            return True
 
         return again

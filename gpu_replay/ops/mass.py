@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 import numpy as np
@@ -60,17 +61,17 @@ class MassRule:
         Written as exp2(log2(x) * alpha) because the kernels have these two functions, not `pow`; NumPy's, since those
         of a compiler round otherwise.
         """
-        x, (most, least) = np.empty(priorities.size), self._bounds
-        loops.shifted.compiled()(contiguous(priorities), self.eps, most, least, x)
+        x = np.empty(priorities.size)
+        self._shifted(contiguous(priorities), x)
         np.log2(x, x)
         x *= self.alpha
         return np.exp2(x, x)
 
     @cached_property
-    def _bounds(self) -> tuple[float, float]:
-        """The largest and the smallest number raised to `alpha`; the power of the largest reaches any limit."""
+    def _shifted(self) -> Callable[[np.ndarray, np.ndarray], None]:
+        """The loop that makes what is raised to `alpha`; the power of the largest number reaches any limit."""
         top = 2 ** (TOP_EXPONENT / self.alpha) if self.alpha * 1024 > TOP_EXPONENT else sys.float_info.max
-        return min(self.clip, top), TINY if self.eps < TINY else 0.0
+        return partial(loops.shifted.compiled(), self.eps, min(self.clip, top), TINY if self.eps < TINY else 0.0)
 
     def mass(self, priority: float) -> int:
         """The mass of one priority."""

@@ -29,7 +29,7 @@ put: Callable[[Any, Any, Any], None] = setitem
 
 def contiguous(array: np.ndarray) -> np.ndarray:
     """The values of an array end to end, in memory that a loop may take: contiguous and writable, if need be a copy."""
-    flat = np.asarray(array).reshape(-1)
+    flat = array if array.ndim == 1 else array.reshape(-1)
     return flat if flat.flags.carray else flat.copy()
 
 
@@ -68,10 +68,17 @@ def gather_rows(rows: np.ndarray, slots: np.ndarray, memory: BatchMemory | None 
     return rows.take(slots, 0, out, "clip")
 
 
-def as_torch(rows: np.ndarray, field: Field) -> Tensor:
-    """A tensor over rows of a field as NumPy sees it: `fields.as_numpy` undone."""
-    tensor = torch.from_numpy(rows)
-    return tensor.view(torch.bfloat16) if field.dtype == torch.bfloat16 else tensor
+def as_torch(field: Field) -> Callable[[np.ndarray], Tensor]:
+    """What makes a tensor over rows of a field as NumPy sees it: `fields.as_numpy` undone."""
+    if field.dtype == torch.bfloat16:
+        return lambda rows: torch.from_numpy(rows).view(torch.bfloat16)
+    return torch.from_numpy
+
+
+def as_sampled(field: Field) -> Callable[[np.ndarray], Tensor]:
+    """What makes a tensor as the field wants it sampled of (B, *shape) stored rows, referenced nowhere else."""
+    view = as_torch(field)
+    return (lambda rows: convert(view(rows), field)) if field.converts else view
 
 
 def convert(rows: Tensor, field: Field, out: Tensor | None = None) -> Tensor:
