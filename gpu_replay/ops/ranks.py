@@ -111,7 +111,7 @@ class HostRanks:
         return host_ranks_bytes(self._leaves.size)
 
     def draw(self, doubles: np.ndarray, *, stratified: bool) -> RankedRows:
-        """Draw one row for each of (B,) float64 in [0, 1); something can be drawn.
+        """Draw one row for each of (B,) float64 in [0, 1). Raises RuntimeError where no slot can be drawn.
 
         stratified: from each of B equal parts of the mass.
         """
@@ -121,6 +121,8 @@ class HostRanks:
         counts[loops.ADDED] = -1
         self._renew(changed, added)
         count = counts.item(loops.RANKED)
+        if not count:
+            raise RuntimeError("no stored row has a priority to draw by; a state that was loaded may have lost them.")
         ranks, masses = np.empty((2, doubles.size), dtype=np.int64)
         loops.draw.compiled()(self._sums, count, doubles, stratified, ranks, masses)
         slots = self._located(ranks, added)
