@@ -22,7 +22,7 @@ from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import MakeMemory, StoragePath, check_placement
 from gpu_replay.engines.sampler_state import META, SamplerState, sizes_of
-from gpu_replay.engines.saved_state import StateLayout, change_rows, check_state
+from gpu_replay.engines.saved_state import change_rows, check_state
 from gpu_replay.engines.storage import Storage, check_device, check_room, free_bytes
 from gpu_replay.fields import Field
 from gpu_replay.graphs import never_traced
@@ -233,7 +233,7 @@ class StatefulBuffer:
             self._seed,
             self._counters,
             self._state_tensors,
-            partial(check_state, StateLayout(self._capacity, self._sampler, self._shape)),
+            partial(check_state, self._sampler, self._capacity, self._shape),
             self._rebuild,
         )
 
@@ -345,14 +345,13 @@ class StatefulBuffer:
 
         def rebuild(seed: int) -> None:
             counters = state.lasting()
-            layout, tensors = StateLayout(self._capacity, self._sampler, after), state.views(counters["ADDED"])
-            change_rows(layout, counters, tensors, pending, self._state.initial_mass())
+            change_rows(after, counters, state.views(counters["ADDED"]), pending, self._state.initial_mass())
             state.rebuild(seed)
 
         return replace(
             state,
             views=lambda added: {**state.views(added), "streams.pending": pending},
-            check=partial(check_state, StateLayout(self._capacity, self._sampler, before)),
+            check=partial(check_state, self._sampler, self._capacity, before),
             rebuild=rebuild,
         )
 

@@ -12,16 +12,11 @@ from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.priorities import DeviceMasses
 from gpu_replay.ops.rank_draw import DeviceRanks
 from gpu_replay.ops.ranks import host_ranks_bytes
-from gpu_replay.samplers import BaseSampler, Sampler
+from gpu_replay.samplers import Sampler
 
 # where tensors have sizes and no memory
 META = torch.device("meta")
 _SOURCES = {"running": LARGEST_EVER, "stored": LARGEST_STORED}
-
-
-def tree_of(base: BaseSampler, slots: int, device: torch.device, backend: Backend) -> MassTree | None:
-    """The tree of masses, or of order codes for draws by rank; None without priorities."""
-    return MassTree(slots, device, backend, summed=base.summed) if base.prioritized else None
 
 
 class SamplerState:
@@ -30,7 +25,7 @@ class SamplerState:
     tracks_eligibility: whether stored slots exist that cannot be drawn, and that no update may make eligible; they have
                    mass 0. So it is in trajectory buffers.
     rule:          how priorities become masses, or order codes for draws by rank.
-    tree:          of these; None for samplers without priorities.
+    tree:          of these, without sums for draws by rank; None for samplers without priorities.
     eligible_tree: of ones for eligible starts; None where all stored slots can be drawn, or `tree` alone will do.
     """
 
@@ -48,7 +43,7 @@ class SamplerState:
         self.slots = slots
         self.tracks_eligibility = tracks_eligibility
         self.rule = self.base.rule(slots)
-        self.tree = tree_of(self.base, slots, device, backend)
+        self.tree = MassTree(slots, device, backend, summed=self.base.summed) if self.base.prioritized else None
         self.eligible_tree = (
             MassTree(slots, device, backend) if tracks_eligibility and sampler.needs_start_tree else None
         )

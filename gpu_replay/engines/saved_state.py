@@ -7,14 +7,13 @@ a kernel makes of its numbers lies outside of the buffer's memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_replay.ops.eligibility import Flag, StreamShape
-from gpu_replay.ops.mass import OrderRule, Rule
+from gpu_replay.ops.mass import OrderRule
 from gpu_replay.samplers import Sampler
 
 # no counter comes near it in a lifetime, and sums of a few of them still are int64
@@ -23,48 +22,28 @@ _MOST = 2**62
 _LAST_CODE = OrderRule().mass(np.finfo(np.float64).max)
 
 
-@dataclass(frozen=True)
-class StateLayout:
-    """Settings that determine the layout of a state: slots, the sampler, and the shape of a stream, if any."""
-
-    slots: int
-    sampler: Sampler
-    stream: StreamShape | None = None
-
-    @property
-    def rule(self) -> Rule:
-        """How priorities become masses or codes."""
-        return self.sampler.base.rule(self.slots)
-
-    @property
-    def most(self) -> int:
-        """The largest mass or code of one slot."""
-        return min(self.rule.limit, _LAST_CODE) if self.rule.ordered else self.rule.limit
-
-    @property
-    def num_envs(self) -> int:
-        """Slots that are written together."""
-        return 1 if self.stream is None else self.stream.num_envs
-
-
-def check_state(layout: StateLayout, counters: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for numbers, in tensors of the right shapes, that could lead out of the memory of the buffer."""
-    added, first, envs = counters["ADDED"], counters["FIRST"], layout.num_envs
+def check_state(
+    sampler: Sampler, slots: int, shape: StreamShape | None, counters: Mapping[str, int], tensors: Mapping[str, Tensor]
+) -> None:
+    """Raise ValueError for numbers, in tensors of the right shapes, that could lead out of the memory of a buffer with
+    this sampler, of so many slots; shape: of its stream, if it has one.
+    """
+    added, first, rule = counters["ADDED"], counters["FIRST"], sampler.base.rule(slots)
+    envs, largest = 1 if shape is None else shape.num_envs, min(rule.limit, _LAST_CODE) if rule.ordered else rule.limit
     for name, count in counters.items():
         _require(0 <= count < _MOST or name == "TOP", f"counter {name} is {count}")
     _require(first <= added and not added % envs and not first % envs, f"FIRST is {first} and ADDED {added}")
-    _require(not layout.sampler.base.prioritized or counters["TOP"] <= layout.most, f"TOP is {counters['TOP']}")
+    _require(not sampler.base.prioritized or counters["TOP"] <= largest, f"TOP is {counters['TOP']}")
     bounds: dict[str, tuple[int, int | None]] = {
         "times_sampled": (0, None),
-        "masses": (0, layout.most),
+        "masses": (0, largest),
         "marks": (0, 1),
     }
-    if layout.stream is not None:
-        shape = layout.stream
+    if shape is not None:
         bounds |= {
             "streams.flags": (0, 2 * Flag.TARGET - 1 if shape.length else Flag.TARGET - 1),
             "streams.depth": (0, added // envs),
-            "streams.pending": (0, layout.most),
+            "streams.pending": (0, largest),
             "streams.final": (0, shape.finals - 1),
             "streams.owner": (-1, added - 1),
             "streams.spans": (-1, None),
@@ -111,8 +90,6 @@ def has_target(shape: StreamShape, flags: Tensor) -> Tensor:
     ended = flags & (Flag.TERMINATED | Flag.TRUNCATED)
     # the observation after a truncated step: that of a dead one, or one that is kept
     followed = (flags & Flag.CUT == 0) & (ages < steps - 1) if shape.next_step else (flags & Flag.FINAL != 0)
-    if not shape.next_step and not shape.finals:
-        followed = torch.zeros_like(followed)
     closes = (flags & Flag.TERMINATED != 0) | ((ended != 0) & followed)
     going = (ended == 0) & (flags & Flag.CUT == 0)
     open_windows = flags & Flag.DEAD == 0
@@ -129,17 +106,14 @@ def has_target(shape: StreamShape, flags: Tensor) -> Tensor:
 
 
 def change_rows(
-    layout: StateLayout, counters: Mapping[str, int], tensors: Mapping[str, Tensor], pending: Tensor, initial: int
+    shape: StreamShape, counters: Mapping[str, int], tensors: Mapping[str, Tensor], pending: Tensor, initial: int
 ) -> None:
     """Let the stored steps of a restored state begin rows of another kind, in place; priorities stay.
 
-    layout:  of the new rows.
+    shape:   of the stream with the new rows.
     tensors: of the state but for `streams.pending`, which is filled from those of the old rows, (lines, num_envs).
     initial: the mass of starts that had none, nor a priority to come.
     """
-    shape = layout.stream
-    if shape is None:
-        raise RuntimeError("transitions are one kind of row.")
     envs, end = shape.num_envs, counters["ADDED"] // shape.num_envs
     first = max(counters["FIRST"] // envs, end - shape.steps)
     numbers = torch.arange(first, end)
@@ -152,7 +126,7 @@ def change_rows(
     given[end - first - late :] = kept[numbers[end - first - late :] % len(kept)]
     old = leaves[slots].view(-1, envs)
     given = torch.where(old > 0, old, given)
-    flags = tensors["streams.flags"].cpu() & ~Flag.TARGET & 0xFF
+    flags = tensors["streams.flags"].cpu() & (0xFF - Flag.TARGET)
     here = flags[slots].view(-1, envs)
     targets = has_target(shape, here)
     if shape.length:
