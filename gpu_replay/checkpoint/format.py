@@ -140,11 +140,6 @@ class Checkpoint:
     def tensor_names(self) -> tuple[str, ...]:
         return tuple(self._manifest.shapes)
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The names of its shards in the folder."""
-        return tuple(shard.file for shard in self._manifest.shards)
-
     def read_all(self) -> dict[str, Tensor]:
         """New tensors with everything that is stored, by name, in host memory."""
         shapes = {name: self.shape_of(name) for name in self.tensor_names}
