@@ -1,8 +1,8 @@
-"""The samplers: each class holds the settings of one, and all in which it differs from the others.
+"""One class per sampler: its settings, and how it draws.
 
-A sampler says what of priorities a buffer keeps, which rows of a batch are the newest, where it places the others on
-the host, and which branch of the kernel does the same on a device. What it does not say is refused where it is needed.
-The buffer owns all state.
+A sampler says what a buffer keeps of priorities, how many rows of a batch are the newest ones, how the others are drawn
+on the host, and which branch of the kernel draws them on a device. A call that needs what a sampler does not say is
+refused. The buffer owns all state.
 """
 
 from __future__ import annotations
@@ -445,7 +445,7 @@ class RankBased(_Prioritized):
         return OrderRule()
 
     def _rows(self, host: HostState, count: int) -> Rows:
-        ranked = host.ranks.draw(host.random.doubles(count), stratified=self.stratified)
+        ranked = host.ranks.draw_ranks(host.random.doubles(count), stratified=self.stratified)
         return Rows(ranked.slots, ranked.masses, ranked.total, ranked.last if self.normalizes_over_buffer else 0)
 
     def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:

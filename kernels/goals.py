@@ -30,10 +30,10 @@ def choose_goals_kernel(
     replayed graph may have drawn slots that are not live: every access is in bounds.
 
     drawn:   slots of the batch.
-    streams: flags, depths, spans, spans of clipped episodes, rows of final observations. outputs: rows, known, slots,
-    and, where final observations are kept, their rows.
+    streams: flags, depth, episode_length, clipped_length and final of `ops.eligibility.Streams`.
+    outputs: rows, known, slots and, where final observations are kept, their rows.
     """
-    flags_ptr, depth_ptr, spans_ptr, parted_ptr, final_ptr = streams
+    flags_ptr, depth_ptr, episode_length_ptr, clipped_length_ptr, final_ptr = streams
     rows_ptr, known_ptr, slots_ptr = outputs[0], outputs[1], outputs[2]
     draw = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     live = draw < count
@@ -55,8 +55,8 @@ def choose_goals_kernel(
     unwrapped = depth < steps - age
     first = line - tl.where(unwrapped, depth, 0)
     first = tl.where(first < 0, first + steps, first) * envs + env
-    span = tl.load(spans_ptr + first, mask=live & unwrapped, other=0)
-    span = tl.where(unwrapped, span, tl.load(parted_ptr + env, mask=live & (unwrapped == 0), other=0))
+    span = tl.load(episode_length_ptr + first, mask=live & unwrapped, other=0)
+    span = tl.where(unwrapped, span, tl.load(clipped_length_ptr + env, mask=live & (unwrapped == 0), other=0))
     last = tl.load(flags_ptr + (newest * envs + env), mask=live, other=0).to(tl.int32)
     running = age - 1 + ((last & FINAL) != 0).to(tl.int32)
     # steps after this one whose goals are known; less than none where its own is not

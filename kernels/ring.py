@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .constants import ADDED, FIRST
 from .division import divided
-from .weights import finish
+from .weights import count_sample
 
 
 @triton.jit
@@ -99,12 +99,12 @@ def gather_kernel(
 ):
     """outputs[f][i] = sources[f][slots[i]], scaled and cast; see `ops/ring.py` for LAYOUT.
 
-    With DRAWS the first programs finish as many draws of `sample` each: see `finish`.
+    With DRAWS the first programs finish as many draws of `sample` each: see `count_sample`.
     """
     batch = batch.to(tl.int64)
     local = tl.program_id(0).to(tl.int64)
     if DRAWS > 0:
-        local = finish(sample, counted, counters_ptr, local, batch, minima, blocks_drawn, beta, DRAWS)
+        local = count_sample(sample, counted, counters_ptr, local, batch, minima, blocks_drawn, beta, DRAWS)
     gather_rows(sources, outputs, slots_ptr, batch, local, 0, LAYOUT, ())
 
 

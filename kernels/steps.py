@@ -253,12 +253,12 @@ def add_step_kernel(
     pools, final_inputs: of final observations, where some came with the step; FINAL_LAYOUT is that of these.
     tree:     levels and rule of the masses, as in `add_kernel`; without masses those of eligible starts.
     eligible: levels of the tree of eligible starts beside one of masses, or ().
-    streams:  flags, depth, pending, final, owner, spans and parted of `ops.eligibility.Streams`.
+    streams:  flags, depth, open_masses, final, owner, episode_length and clipped_length of `ops.eligibility.Streams`.
     ends:     terminated and truncated of each environment.
     priority: of each environment, or ().
     per_...:  reciprocals for `remainder`.
     """
-    flags_ptr, depth_ptr, pending_ptr, final_ptr, owner_ptr, spans_ptr, parted_ptr = streams
+    flags_ptr, depth_ptr, open_masses_ptr, final_ptr, owner_ptr, episode_length_ptr, clipped_length_ptr = streams
     levels, rule = tree
     terminated_ptr, truncated_ptr = ends
     MASSES: tl.constexpr = len(rule) > 0
@@ -273,7 +273,7 @@ def add_step_kernel(
     if program < stepping:
         env = program * ENVS + tl.arange(0, ENVS)
         named = env < envs
-        # slot of the first environment, and its place among the pending masses
+        # slot of the first environment, and its place among the open masses
         its_lines = n_step + 1
         if LONG:
             its_lines += ahead
@@ -317,12 +317,12 @@ def add_step_kernel(
             flawed = flawed & (taken == 0)
             if TERMINAL:
                 over = named & (terminated > 0)
-                lost = tl.sum((over & (taken == 0)).to(tl.int64))
+                unkept = tl.sum((over & (taken == 0)).to(tl.int64))
                 if not HINDSIGHT:
                     kept = (taken & cut).to(tl.int64)
-                    lost += tl.sum(loses.to(tl.int64))
+                    unkept += tl.sum(loses.to(tl.int64))
                     tl.atomic_add(counters_ptr + PENDING_TERMINALS, tl.sum(over.to(tl.int64)), sem="relaxed")
-                tl.atomic_add(counters_ptr + LOST_TERMINALS, lost, sem="relaxed")
+                tl.atomic_add(counters_ptr + LOST_TERMINALS, unkept, sem="relaxed")
         if SEQUENCES:
             flags = tl.where((flags & (TERMINATED | FINAL)) != 0, flags | TARGET, flags)
         # one sum of two counts
@@ -345,13 +345,13 @@ def add_step_kernel(
         if HINDSIGHT:
             # the first step of an episode is overwritten: the rest of the episode is found by its environment
             gone = tl.load(depth_ptr + slot, mask=named, other=0) == 0
-            parted = tl.load(parted_ptr + env, mask=named, other=0)
-            parted = tl.where(gone, tl.load(spans_ptr + slot, mask=named, other=0), parted)
+            clipped_length = tl.load(clipped_length_ptr + env, mask=named, other=0)
+            clipped_length = tl.where(gone, tl.load(episode_length_ptr + slot, mask=named, other=0), clipped_length)
             # the span of the episode that this step leaves behind; before the very first step no flags are set
             leaves = named & is_first
             span = (behind - 1).to(tl.int32) + ((before & FINAL) != 0).to(tl.int32)
             stored = leaves & (behind * envs < capacity)
-            parted = tl.where(leaves & (stored == 0), span, parted)
+            clipped_length = tl.where(leaves & (stored == 0), span, clipped_length)
             first = tl.where(stored, head - behind * envs, 0)
             first = tl.where(first < 0, first + capacity, first) + env
 
@@ -362,18 +362,19 @@ def add_step_kernel(
             tl.atomic_max(owner_ptr + place, added + env, mask=taken, sem="relaxed")
             tl.store(final_ptr + slot, place.to(tl.int32), mask=taken)
             if TERMINAL and not HINDSIGHT:
-                # a terminated episode that lost its row has its own last observation from now on
+                # a terminated episode that lost its row has its own last observation from now on; other programs may
+                # read these flags meanwhile, but only how the step ended, which stays
                 tl.store(flags_ptr + loser, (left & (255 - FINAL)).to(tl.uint8), mask=loses)
         if HINDSIGHT:
-            tl.store(parted_ptr + env, parted, mask=named)
-            tl.store(spans_ptr + slot, tl.full([ENVS], -1, tl.int32), mask=named)
-            tl.store(spans_ptr + first, span, mask=stored)
+            tl.store(clipped_length_ptr + env, clipped_length, mask=named)
+            tl.store(episode_length_ptr + slot, tl.full([ENVS], -1, tl.int32), mask=named)
+            tl.store(episode_length_ptr + first, span, mask=stored)
         if NEXT_STEP:
             # the final observation of the step before this dead one has come
             tl.store(flags_ptr + previous, (before | FINAL).to(tl.uint8), mask=named & is_dead & (previous != slot))
         tl.store(flags_ptr + slot, flags.to(tl.uint8), mask=named)
         tl.store(depth_ptr + slot, depth, mask=named)
-        tl.store(pending_ptr + line + env, own, mask=named)
+        tl.store(open_masses_ptr + line + env, own, mask=named)
         tl.store(times_sampled_ptr + slot, tl.full([ENVS], 0, tl.int32), mask=named)
         tl.store(keys_ptr + env, added + env, mask=named)
 
@@ -438,9 +439,9 @@ def add_step_kernel(
         chosen = chosen & (start - frames * envs >= oldest)
         # the masses of this step have just been made
         its_line = tl.where(line >= back, line, line + lines) - back
-        pending_mass = tl.load(pending_ptr + its_line + env[None, :], mask=chosen & (before_it > 0), other=0)
-        pending_mass = tl.where(chosen, tl.where(before_it == 0, own[None, :], pending_mass), 0)
-        new = tl.where(chosen, tl.where(pending_mass > 0, pending_mass, initial), 0)
+        open_mass = tl.load(open_masses_ptr + its_line + env[None, :], mask=chosen & (before_it > 0), other=0)
+        open_mass = tl.where(chosen, tl.where(before_it == 0, own[None, :], open_mass), 0)
+        new = tl.where(chosen, tl.where(open_mass > 0, open_mass, initial), 0)
         earlier = slots_before(head, back, capacity, env)
         touched = chosen
         if not LONG:
@@ -451,7 +452,7 @@ def add_step_kernel(
             tl.store(flags_ptr + told_slot, told_flags | TARGET, mask=told)
         tl.atomic_add(counters_ptr + ELIGIBLE, more, sem="relaxed")
         if MASSES:
-            tl.atomic_max(counters_ptr + PENDING_MAX_MASS, tl.max(tl.max(pending_mass, axis=1), axis=0), sem="relaxed")
+            tl.atomic_max(counters_ptr + PENDING_MAX_MASS, tl.max(tl.max(open_mass, axis=1), axis=0), sem="relaxed")
         count += tl.sum(kept, axis=0)
     else:
         local = write_rows(inputs, stores, added, program - stepping, envs, envs * 0, capacity, LAYOUT)

@@ -7,7 +7,7 @@ from .constants import NO_MASS, RANDOM, STEP, is_last
 
 
 @triton.jit
-def finish(sample, counted, counters_ptr, program, batch, minima, blocks_drawn, beta, DRAWS: tl.constexpr):
+def count_sample(sample, counted, counters_ptr, program, batch, minima, blocks_drawn, beta, DRAWS: tl.constexpr):
     """weight = (lowest / mass) ** beta, 1 where the mass is 0; counts the rows and moves schedule and stream on.
 
     Part of the last launch of a sample, so that what is interrupted before it has changed nothing: the first programs

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .constants import CUT, DEAD, FINAL, TARGET, TERMINATED, TRUNCATED
 from .ring import as_sampled, gather_rows, slot_of
-from .weights import finish
+from .weights import count_sample
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def gather_windows_kernel(
     finds them in the cache. With SEQUENCES `span` successive items are the steps from one start on, some of which may
     lack their targets; each says how it ended itself. A program moves `together` pieces of its frames one after the
     other, having looked up once where they lie. `next_obs` of an ending is its final observation where that is stored.
-    With DRAWS the first programs finish as many draws each, one for `span` items: see `finish`.
+    With DRAWS the first programs finish as many draws each, one for `span` items: see `count_sample`.
     """
     flags_ptr, depth_ptr, final_ptr = streams
     powers_ptr = rewards[1]
@@ -141,7 +141,7 @@ def gather_windows_kernel(
     # the program's number among those of the weights, then among those of the current field
     local = tl.program_id(0).to(tl.int64)
     if DRAWS > 0:
-        local = finish(sample, counted, counters_ptr, local, batch // span, minima, blocks_drawn, beta, DRAWS)
+        local = count_sample(sample, counted, counters_ptr, local, batch // span, minima, blocks_drawn, beta, DRAWS)
     for f in tl.static_range(STACKED):
         parts = (LAYOUT.chunks[f] + together - 1) // together if LAYOUT.chunks[f] > 1 else 1
         programs = (batch * STACK + (LAYOUT.rows[f] - 1)) // LAYOUT.rows[f] * parts * KINDS

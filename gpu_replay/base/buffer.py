@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, compiler
 
 from gpu_replay import validation
-from gpu_replay.base import inspection
 from gpu_replay.base.state import StatefulBuffer
 from gpu_replay.batch import Batch
 from gpu_replay.engines.storage import check_live
@@ -334,8 +333,11 @@ class Buffer(StatefulBuffer):
 
         `gpu-replay inspect DIR` plots a checkpoint. Raises ImportError without matplotlib.
         """
+        # a program that lies above the buffers, imported when it is called
+        from gpu_replay.console import inspection
+
         with self._alone():
-            inspection.draw(inspection.of_buffer(self._buffer_state()), path)
+            inspection.render(inspection.of_buffer(self._buffer_state()), path)
 
     # captured steps
 

@@ -64,4 +64,4 @@ class BufferCheckpoint:
         self.checkpoint.fill(views)
         with self.refusing("what it holds is no state of a buffer"):
             buffer.check(self.counters, views)
-        buffer.finish(self.counters, self.seed)
+        buffer.take_over(self.counters, self.seed)

@@ -46,7 +46,7 @@ class BufferState:
         counts = self.counters.tolist()
         return {name: counts[place] for name, place in LASTING.items()}
 
-    def finish(self, counters: dict[str, int], seed: int) -> None:
+    def take_over(self, counters: dict[str, int], seed: int) -> None:
         """Take over the counters, after all tensors."""
         self.counters.copy_(torch.tensor(counter_values(counters, seed), dtype=torch.int64, device="cpu"))
         self.rebuild(seed)
@@ -104,7 +104,7 @@ def checked_snapshot(buffer: BufferState, snapshot: Mapping[str, Any]) -> Callab
         for name, view in views.items():
             # else the ring would take part in the graph of a tensor that requires gradients
             view.copy_(tensors[name].detach())
-        buffer.finish(counters, seed)
+        buffer.take_over(counters, seed)
 
     return take_over
 

@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpu_replay import CheckpointError
-from gpu_replay.base.inspection import TITLE, draw, of_checkpoint
 from gpu_replay.console.arguments import pathname
 from gpu_replay.console.errors import UserError
+from gpu_replay.console.inspection import TITLE, of_checkpoint, render
 
 SUFFIXES = (".png", ".pdf", ".svg")
 DESCRIPTION = (
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"{output} is there, and no picture of a buffer. Name another file: --output FILE.")
     print("\n".join(found.lines()))
     try:
-        draw(found, output)
+        render(found, output)
     except ImportError as error:
         raise UserError(str(error)) from None
     print(f"picture: {output}")

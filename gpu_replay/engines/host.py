@@ -90,7 +90,7 @@ class HostEngine:
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Sample `batch` transitions: fields, key, probability and weight."""
         drawn = self.sampling.draw(batch, beta)
-        return self.sampling.finish(self._rows_at(drawn.slots), drawn)
+        return self.sampling.count_sample(self._rows_at(drawn.slots), drawn)
 
     def _rows_at(self, slots: np.ndarray) -> dict[str, Tensor]:
         if self._ahead is None:

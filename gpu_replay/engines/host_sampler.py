@@ -51,7 +51,7 @@ class HostSampler:
         self.arrays = self.counters, self.times_sampled, *tree
         rule, waiting = state.rule, storage.waiting_arrays()
         self._update_arguments = rule.ordered, rule.limit, self.capacity, self.counters, *tree, *waiting
-        self._finish = ring_loops.finish.compiled()
+        self._count_sample = ring_loops.count_sample.compiled()
         self._postponed: list[Callable[[], object]] | None = None
         self.rebuild(seed)
 
@@ -127,7 +127,7 @@ class HostSampler:
         drawn = self._base.draw(self, batch - newest, beta)
         return HostDraw(*map(np.concatenate, zip(drawn, (slots, sure, sure), strict=True)))
 
-    def finish(self, tensors: dict[str, Tensor], draw: HostDraw) -> dict[str, Tensor]:
+    def count_sample(self, tensors: dict[str, Tensor], draw: HostDraw) -> dict[str, Tensor]:
         """Commit a draw: advance the random stream and the sample counts. Returns the tensors of the sample with its
         keys, probabilities and weights.
         """
@@ -138,10 +138,10 @@ class HostSampler:
         tensors["weight"] = tensor(draw.weight)
         if self._postponed is not None:
             place = slots, self.random.block, self.counters, self.times_sampled, keys
-            self._postponed.append(partial(self._finish, *place))
+            self._postponed.append(partial(self._count_sample, *place))
             return tensors
         # no signal is handled within this one call, so an exception comes before or after all of it
-        self._finish(slots, self.random.block, self.counters, self.times_sampled, keys)
+        self._count_sample(slots, self.random.block, self.counters, self.times_sampled, keys)
         return tensors
 
     @contextmanager

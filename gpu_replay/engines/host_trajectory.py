@@ -152,7 +152,7 @@ class TrajectoryHostEngine:
         tensors = self._rows(drawn.slots)
         if self._relabel is not None and (count := self._relabel.count(batch)):
             self._rewrite(tensors, drawn.slots, count, self._relabel)
-        return self.sampling.finish(tensors, drawn)
+        return self.sampling.count_sample(tensors, drawn)
 
     def _rewrite(self, tensors: dict[str, Tensor], slots: np.ndarray, count: int, relabel: Hindsight) -> None:
         """Give `count` rows of a batch in (B,) slots other goals."""

@@ -76,8 +76,8 @@ class StreamSettings:
     def checked(self, fields: Mapping[str, Field]) -> StreamSettings:
         """These settings for a ring of these fields, with the capacities that it will have, or TypeError / ValueError.
 
-        final_capacity: None for one final observation per slot where they are small or few, else fewer, but one for
-                        32 steps and one for each environment at least. For 84x84 frames: 445, or one for 32 steps.
+        final_capacity: None: as many as fit in the larger of 3 MiB and 32 bytes a slot, at least slots / 32 and
+                        num_envs, at most one per slot. For 84x84 frames: 445, or slots / 32 if that is more.
         """
         asked, envs = check_capacity(self.capacity), check_int("num_envs", self.num_envs, 1)
         if asked < envs:

@@ -16,14 +16,11 @@ import torch
 from torch import Tensor
 
 from gpu_replay import Batch, Field, TrajectoryReplayBuffer, Uniform
-from gpu_replay.integrations.streams import all_endings, vector
-from gpu_replay.ops.advice import lacking
+from gpu_replay.integrations.streams import library, ring, vector
 from gpu_replay.samplers import Sampler
 
-try:
+with library(__name__):
     from tensordict import TensorDict
-except ImportError as error:
-    raise lacking(__name__, "integrations", error) from error
 
 
 class SimpleReplayBuffer:
@@ -69,15 +66,8 @@ class SimpleReplayBuffer:
         if self._critic == "critic":
             fields["obs.critic"] = vector(n_critic_obs, dtype)
         fields["action"] = Field((n_act,), torch.float32)
-        settings: dict[str, Any] = {
-            "n_step": n_steps,
-            "gamma": gamma,
-            "sampler": sampler,
-            "device": device,
-            "seed": seed,
-        }
-        settings |= all_endings(n_env * buffer_size, fields)
-        self.buffer = TrajectoryReplayBuffer(n_env * buffer_size, n_env, fields, autoreset="same_step", **settings)
+        settings = {"n_step": n_steps, "gamma": gamma, "sampler": sampler, "device": device, "seed": seed}
+        self.buffer = ring(n_env * buffer_size, n_env, fields, **settings)
 
     def extend(self, tensor_dict: Any) -> None:
         """Store one step of all environments.
@@ -116,22 +106,10 @@ class SimpleReplayBuffer:
         RuntimeError before `n_steps + 1` steps are stored.
         """
         batch = _spread(self.buffer.sample(self.buffer.num_envs * batch_size), self.buffer.sampler)
-        return TensorDict(
-            {
-                **self._named(batch.obs),
-                "actions": batch.action,
-                "key": batch.key,
-                "weight": batch.weight,
-                "next": {
-                    **self._named(batch.next_obs),
-                    "rewards": batch.reward,
-                    "dones": (batch.terminated | batch.truncated).long(),
-                    "truncations": batch.truncated.long(),
-                    "effective_n_steps": _steps_of(batch, self.buffer),
-                },
-            },
-            batch_size=len(batch),
-        )
+        after = {"rewards": batch.reward, "effective_n_steps": _steps_of(batch, self.buffer)}
+        after |= {"dones": (batch.terminated | batch.truncated).long(), "truncations": batch.truncated.long()}
+        found = {"actions": batch.action, "key": batch.key, "weight": batch.weight, **self._named(batch.obs)}
+        return TensorDict({**found, "next": {**after, **self._named(batch.next_obs)}}, batch_size=len(batch))
 
     def _named(self, obs: Any) -> dict[str, Any]:
         critic = {"critic_observations": obs[self._critic]} if self._critic else {}

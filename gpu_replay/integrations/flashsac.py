@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay import TrajectoryReplayBuffer, Uniform
-from gpu_replay.integrations.streams import all_endings, load_like, vector
+from gpu_replay.integrations.streams import load_like, ring, vector
 from gpu_replay.samplers import Sampler
 
 
@@ -55,9 +55,8 @@ class TorchUniformBuffer:
         envs = observation_space.shape[0] if len(observation_space.shape) > 1 else 1
         kinds = (("obs", observation_space, dtype), ("action", action_space, torch.float32))
         fields = {name: vector(space.shape[-1], _stored(space.dtype, floats)) for name, space, floats in kinds}
-        settings: dict[str, Any] = {"n_step": n_step, "gamma": gamma, "sampler": sampler, "seed": seed}
-        settings |= {"autoreset": "same_step", "device": device_type, **all_endings(max_length, fields)}
-        self.buffer = TrajectoryReplayBuffer(max_length, envs, fields, **settings)
+        settings = {"n_step": n_step, "gamma": gamma, "sampler": sampler, "device": device_type, "seed": seed}
+        self.buffer = ring(max_length, envs, fields, **settings)
         # the newest steps of a full ring begin no whole window
         most = self.buffer.capacity - n_step * envs
         self._min_length, self._batch = max(1, min(min_length, most)), sample_batch_size
@@ -110,17 +109,9 @@ class TorchUniformBuffer:
                 f"{self.buffer.n_step} steps of each environment. Add more first."
             )
         batch = self.buffer.sample(self._batch)
-        return {
-            "observation": batch.obs,
-            "action": batch.action,
-            "reward": batch.reward,
-            "terminated": batch.terminated.float(),
-            "truncated": batch.truncated.float(),
-            "next_observation": batch.next_obs,
-            "discount": batch.discount,
-            "key": batch.key,
-            "weight": batch.weight,
-        }
+        flags = {name: batch[name].float() for name in ("terminated", "truncated")}
+        others = {name: batch[name] for name in ("action", "reward", "discount", "key", "weight")}
+        return {"observation": batch.obs, "next_observation": batch.next_obs, **flags, **others}
 
     def get_observations(self) -> Tensor:
         """(len(buffer), numbers), all stored observations, oldest first, as they are sampled.
@@ -139,7 +130,7 @@ class TorchUniformBuffer:
         """Load what `save` wrote; new episodes begin. Raises CheckpointError if it is damaged or of other settings."""
         settings = ("capacity", "num_envs", "fields", "n_step", "gamma", "sampler")
         wanted = {name: getattr(self.buffer, name) for name in settings}
-        self.buffer = load_like(path, self.buffer.device, **wanted)
+        self.buffer = load_like(TrajectoryReplayBuffer, path, self.buffer.device, **wanted)
 
 
 def _stored(dtype: Any, floats: torch.dtype) -> torch.dtype:

@@ -17,14 +17,12 @@ import torch
 from torch.utils._pytree import tree_map
 
 from gpu_replay import ReplayBuffer, TrajectoryReplayBuffer
-from gpu_replay.ops.advice import lacking
+from gpu_replay.integrations.streams import library
 from gpu_replay.spaces import vector_settings
 
-try:
+with library(__name__):
     from gymnasium.vector import VectorEnv
     from gymnasium.vector.utils import concatenate, create_empty_array, iterate
-except ImportError as error:
-    raise lacking(__name__, "integrations", error) from error
 
 
 @dataclass

@@ -12,19 +12,17 @@ import numpy as np
 from torch.utils._pytree import tree_map
 
 from gpu_replay import TrajectoryReplayBuffer
-from gpu_replay.ops.advice import lacking
+from gpu_replay.integrations.streams import library
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.spaces import step_fields
 
-try:
+with library(__name__):
     import gymnasium
     import minari
     from gymnasium import spaces
     from gymnasium.envs.registration import EnvSpec
     from minari import MinariDataset
     from minari.data_collector import EpisodeBuffer
-except ImportError as error:
-    raise lacking(__name__, "integrations", error) from error
 
 
 def from_minari(dataset: MinariDataset | str, capacity: int | None = None, **settings: Any) -> TrajectoryReplayBuffer:
@@ -96,9 +94,13 @@ def to_minari(buffer: TrajectoryReplayBuffer, dataset_id: str, **settings: Any) 
             rows = {name: column[begin:end] for name, column in stream.items()}
             # of the last row, only the observation belongs to the episode
             if end - begin > 1:
-                steps = int(end - begin) - 1
-                values = _column(rows, "obs", observed, steps + 1), _column(rows, "action", acted, steps)
-                episodes.append(_episode(len(episodes), rows, *values, steps))
+                last = int(end - begin) - 1
+                truncated = rows["truncated"][:last].copy()
+                truncated[-1] |= not rows["terminated"][last - 1]
+                values = {"rewards": rows["reward"][:last].tolist(), "actions": _column(rows, "action", acted, last)}
+                values |= {"terminations": rows["terminated"][:last].tolist(), "truncations": truncated.tolist()}
+                values["observations"] = _column(rows, "obs", observed, last + 1)
+                episodes.append(EpisodeBuffer(len(episodes), infos={}, **values))
     return minari.create_dataset_from_buffers(dataset_id, episodes, **settings)
 
 
@@ -108,21 +110,6 @@ def _spaces(settings: dict[str, Any]) -> list[Any]:
     made = gymnasium.make(env) if isinstance(env, (str, EnvSpec)) else env
     names = "observation_space", "action_space"
     return [settings.get(name) or getattr(made, name, None) for name in names]
-
-
-def _episode(number: int, rows: dict[str, np.ndarray], observations: Any, actions: Any, steps: int) -> EpisodeBuffer:
-    """An episode of `steps` steps, with one observation more than actions."""
-    truncated = rows["truncated"][:steps].copy()
-    truncated[-1] |= not rows["terminated"][steps - 1]
-    return EpisodeBuffer(
-        id=number,
-        observations=observations,
-        actions=actions,
-        rewards=rows["reward"][:steps].tolist(),
-        terminations=rows["terminated"][:steps].tolist(),
-        truncations=truncated.tolist(),
-        infos={},
-    )
 
 
 def _column(rows: dict[str, np.ndarray], name: str, space: Any, count: int) -> Any:

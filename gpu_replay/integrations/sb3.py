@@ -25,12 +25,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gpu_replay import Batch, Field, Hindsight, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
-from gpu_replay.integrations.streams import all_endings
-from gpu_replay.ops.advice import lacking
+from gpu_replay.integrations.streams import equal_rows, library, ring
 from gpu_replay.samplers import Sampler
 from gpu_replay.spaces import step_fields
 
-try:
+with library(__name__):
     from gymnasium import spaces
     from stable_baselines3 import DDPG, DQN, SAC, TD3
     from stable_baselines3.common.buffers import BaseBuffer
@@ -41,8 +40,6 @@ try:
     from stable_baselines3.common.vec_env import VecEnv, VecNormalize
     from stable_baselines3.her.goal_selection_strategy import GoalSelectionStrategy
     from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
-except ImportError as error:
-    raise lacking(__name__, "integrations", error) from error
 
 # attributes of Stable-Baselines3's buffers
 _ARRAYS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
@@ -112,10 +109,8 @@ class SB3ReplayBuffer(PlainReplayBuffer):
             fields |= {"reward": Field((), torch.float32), "terminated": Field((), torch.bool)}
             self.storage = ReplayBuffer(self.buffer_size * n_envs, fields, **settings)
         else:
-            settings |= {"n_step": n_steps, "autoreset": "same_step", "relabel": self._relabel}
-            settings |= {} if gamma is None else {"gamma": gamma}
-            settings |= all_endings(self.buffer_size * n_envs, fields)
-            self.storage = TrajectoryReplayBuffer(self.buffer_size * n_envs, n_envs, fields, **settings)
+            settings |= {"n_step": n_steps, "relabel": self._relabel, **({} if gamma is None else {"gamma": gamma})}
+            self.storage = ring(self.buffer_size * n_envs, n_envs, fields, **settings)
         # the observations that the next step must start from, by name, and the environments whose episode continues
         self._next_obs: dict[str, np.ndarray] = {}
         self._goes_on = np.zeros(n_envs, bool)
@@ -148,7 +143,7 @@ class SB3ReplayBuffer(PlainReplayBuffer):
             # copies: environments may write the next step into the same arrays
             kept = {name: np.array(value) for name, value in after.items()}
             # learn() may reset environments silently
-            same = [_equal_rows(np.asarray(before[name]), was) for name, was in self._next_obs.items()]
+            same = [equal_rows(np.asarray(before[name]), was) for name, was in self._next_obs.items()]
             reset = self._goes_on & ~np.logical_and.reduce(same) if same else self._goes_on
             if reset.any():
                 self.storage.begin_episodes(reset)
@@ -292,12 +287,6 @@ class SB3ReplayBuffer(PlainReplayBuffer):
     def gamma(self) -> float | None:
         """The discount of one step that `n_steps` rewards are summed with."""
         return self._gamma
-
-
-def _equal_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """(rows,) bool, where all numbers of a row are equal; NaN equals itself."""
-    equal = (one == other) | ((one != one) & (other != other))
-    return equal.reshape(len(one), -1).all(1)
 
 
 def _by_field(parts: Any) -> dict[str, Any]:

@@ -17,15 +17,12 @@ import torch
 from torch import Tensor
 
 from gpu_replay import Field, Sequences, TrajectoryReplayBuffer, Uniform
-from gpu_replay.integrations.streams import all_endings, load_like
-from gpu_replay.ops.advice import lacking
+from gpu_replay.integrations.streams import equal_rows, library, load_like, ring
 from gpu_replay.samplers import Sampler
 
-try:
+with library(__name__):
     from skrl.memories.torch import Memory
     from skrl.utils.spaces.torch import compute_space_size
-except ImportError as error:
-    raise lacking(__name__, "integrations", error) from error
 
 # names of skrl to those in the buffer; any other tensor is a field of its own name
 _NAMES = {
@@ -141,12 +138,9 @@ class ReplayMemory(Memory):
         buffer = self.buffer
         if buffer is None:
             fields = {_NAMES.get(name, name): self._field(name) for name in self._kinds if name not in _OWN}
-            envs, slots = self.num_envs, self.memory_size * self.num_envs
-            settings = {**self._settings, **all_endings(slots, fields)}
-            buffer = TrajectoryReplayBuffer(slots, envs, fields, autoreset="same_step", **settings)
-        expected = step["next_observations"]
-        same = (following == expected) | ((following != following) & (expected != expected))
-        ended, terminated = ~same.flatten(1).all(1), step["terminated"].flatten() != 0
+            buffer = ring(self.memory_size * self.num_envs, self.num_envs, fields, **self._settings)
+        ended = ~equal_rows(following, step["next_observations"])
+        terminated = step["terminated"].flatten() != 0
         if "truncated" in step:
             ended |= step["truncated"].flatten() != 0
         values = {_NAMES.get(name, name): value for name, value in step.items() if name not in _OWN}
@@ -230,6 +224,7 @@ class ReplayMemory(Memory):
 
     def load(self, path: str) -> None:
         """Load what `save` wrote; new episodes begin. Raises CheckpointError if it is damaged or of other settings."""
-        wanted = {"num_envs": self.num_envs, "sampler": self._settings["sampler"]}
-        self.buffer = load_like(path, self.device, capacity=self.memory_size * self.num_envs, **wanted)
+        envs, sampler = self.num_envs, self._settings["sampler"]
+        wanted = {"capacity": self.memory_size * envs, "num_envs": envs, "sampler": sampler}
+        self.buffer = load_like(TrajectoryReplayBuffer, path, self.device, **wanted)
         self._held, self._steps = {}, 3

@@ -20,14 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import Batch, CheckpointError, Field, ReplayBuffer, Uniform
-from gpu_replay.ops.advice import lacking
+from gpu_replay import Batch, Field, ReplayBuffer, Uniform
+from gpu_replay.integrations.streams import library, load_like
 from gpu_replay.samplers import Sampler
 
-try:
+with library(__name__):
     from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
-except ImportError as error:
-    raise lacking(__name__, "integrations", error) from error
 
 # entries that `sample` adds to the fields, and that a loss writes: not stored when a sample is added again
 _ADDED = ("index", "priority_weight")
@@ -217,11 +215,8 @@ class TensorDictReplayBuffer:
 
     def loads(self, path: str | Path) -> None:
         """Load what `dumps` wrote. Raises CheckpointError if it is damaged or of another capacity or sampler."""
-        loaded = ReplayBuffer.load(path, device=self._settings["device"])
-        for name, wanted in (("capacity", self._capacity), ("sampler", self._settings["sampler"])):
-            if not loaded._has(name, wanted):
-                raise CheckpointError(f"{path} has the {name} {getattr(loaded, name)}; this buffer has {wanted}.")
-        self.buffer = loaded
+        wanted = {"capacity": self._capacity, "sampler": self._settings["sampler"]}
+        self.buffer = load_like(ReplayBuffer, path, self._settings["device"], **wanted)
 
 
 def _check(call: str, data: object) -> None:

@@ -52,7 +52,7 @@ def append(
 
 
 @loop("(int64[::1], int64, int64[::1], int32[::1], int64[::1])")
-def finish(slots, block, counters, times_sampled, keys):
+def count_sample(slots, block, counters, times_sampled, keys):
     """Count a sample of (B,) slots that used random words up to this block, and find its (B,) keys."""
     capacity, added = times_sampled.size, counters[_ADDED]
     head = added % capacity

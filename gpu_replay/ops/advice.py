@@ -37,8 +37,3 @@ def install(extras: str) -> str:
     """
     in_clone = (Path(__file__).resolve().parents[2] / "pyproject.toml").is_file()
     return f'pip install -e ".[{extras}]" in the clone' if in_clone else f'pip install "gpu-replay[{extras}]"'
-
-
-def lacking(module: str, extra: str, error: ImportError) -> ImportError:
-    """The error of a module of the package whose library cannot be imported."""
-    return ImportError(f"{module} cannot be imported: {error}. Run: {install(extra)}", name=error.name)

@@ -55,8 +55,14 @@ def pieces_together(blocks: int, chunks: int, interpreted: bool) -> int:
 
 
 class MovedFrames(NamedTuple):
-    """A layout of stacks and single fields, the pieces of frames that a program moves, the items of one that finds
-    windows, the programs of all, and the warps of each."""
+    """How one launch moves a batch.
+
+    layout:   of the stacks and the single fields.
+    together: pieces of a frame that a program moves one after the other.
+    items:    windows that a program finds.
+    programs: of the whole launch.
+    warps:    of each program.
+    """
 
     layout: Layout
     together: int

@@ -120,7 +120,7 @@ class HostRanks:
         """Bytes of table, order and recorded changes."""
         return host_ranks_bytes(self._leaves.size)
 
-    def draw(self, doubles: np.ndarray, *, stratified: bool) -> RankedRows:
+    def draw_ranks(self, doubles: np.ndarray, *, stratified: bool) -> RankedRows:
         """Draw one row for each of (B,) float64 in [0, 1). Raises RuntimeError where no slot can be drawn.
 
         stratified: from each of B equal parts of the mass.

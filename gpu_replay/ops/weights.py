@@ -29,8 +29,8 @@ class Finish(NamedTuple):
 
 
 READ = Finish()
-# Takes (B,) slots, then, of a sample, its slots, masses, weights, which it fills, and minima; and the exponent of these
-# without a schedule. Returns the fields of the rows.
+# (slots, sample, beta) -> the fields of the rows at (B,) slots. Only at the end of a sample it is given `sample`, its
+# slots, masses, weights (which it fills) and minima, and `beta`, the exponent of the weights if there is no schedule.
 Gather = Callable[..., dict[str, Tensor]]
 
 

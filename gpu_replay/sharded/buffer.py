@@ -276,7 +276,7 @@ class ShardedReplay:
                 if given is not None:
                     with buffer._alone():
                         state = buffer._buffer_state()
-                        state.finish(state.lasting(), given)
+                        state.take_over(state.lasting(), given)
                 return buffer
 
             return {"checkpoint": parts}, None

@@ -356,24 +356,9 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
 }
 
 
-@host_only
-@pytest.mark.parametrize("kind", BUFFERS)
-@pytest.mark.parametrize("name", WRONG)
-def test_places_and_chances_that_cannot_be_are_refused_and_change_nothing(name: str, kind: str) -> None:
-    *_, error, message = WRONG[name]
-    for sampler, count in ((Wrong(name), 5), (Combined(Wrong(name), newest=2), 7)):
-        buffer = make(kind, sampler=sampler)
-        for _ in range(4):
-            buffer.add(**given(buffer))
-        before, calls = whole_state(buffer), [partial(buffer.sample, count)]
-        for call in calls:
-            with pytest.raises(error, match=message):
-                call()
-        assert whole_state(buffer) == before
-
-
 # how often chances of all places were asked for, and what is wrong with them
 ASKED: Counter[int] = Counter()
+NO_SUM = r"Improbable\(name=.* chances of all \d+ places .* sum to 1; found"
 IMPROBABLE: dict[str, Any] = {
     "too large": lambda places, total: np.ones(places.size),
     "too small": lambda places, total: np.full(places.size, (1 - 2e-6) / total),
@@ -399,17 +384,26 @@ class Improbable(BaseSampler):
         return IMPROBABLE[self.name](places, total)
 
 
+# its sampler, the error, and whether the statistics ask for the chances too
+REFUSED: dict[str, tuple[BaseSampler, type[Exception], str, bool]] = {
+    **{name: (Wrong(name), *expected, False) for name, (_, _, *expected) in WRONG.items()},
+    **{f"chances {name}": (Improbable(name), ValueError, NO_SUM, True) for name in IMPROBABLE},
+}
+
+
 @host_only
 @pytest.mark.parametrize("kind", BUFFERS)
-@pytest.mark.parametrize("name", IMPROBABLE)
-def test_chances_that_do_not_sum_to_one_are_refused_and_change_nothing(name: str, kind: str) -> None:
-    for sampler in (Improbable(name), Combined(Improbable(name), newest=2)):
+@pytest.mark.parametrize("name", REFUSED)
+def test_places_and_chances_that_cannot_be_are_refused_and_change_nothing(name: str, kind: str) -> None:
+    own, error, message, in_statistics = REFUSED[name]
+    # five rows by the sampler itself
+    for sampler, count in ((own, 5), (Combined(own, newest=2), 7)):
         buffer = make(kind, sampler=sampler)
         for _ in range(4):
             buffer.add(**given(buffer))
-        before, calls = whole_state(buffer), [partial(buffer.sample, 5), buffer.stats]
+        before, calls = whole_state(buffer), [partial(buffer.sample, count), *([buffer.stats] * in_statistics)]
         for call in calls * 2:
-            with pytest.raises(ValueError, match=r"Improbable\(name=.* chances of all \d+ places .* sum to 1; found"):
+            with pytest.raises(error, match=message):
                 call()
         assert whole_state(buffer) == before
 

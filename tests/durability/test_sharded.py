@@ -41,8 +41,8 @@ from gpu_replay import (
     TrajectoryReplayBuffer,
     Uniform,
 )
-from gpu_replay.base.inspection import of_checkpoint
 from gpu_replay.checkpoint.format import write_checkpoint
+from gpu_replay.console.inspection import of_checkpoint
 from gpu_replay.samplers import BaseSampler
 from gpu_replay.sharded import saving
 from gpu_replay.sharded.group import Group

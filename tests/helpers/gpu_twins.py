@@ -41,7 +41,7 @@ MODES: dict[str, dict[str, Any]] = {
     "next_step": {"autoreset": "next_step", "stack": 4, "n_step": 3},
     "same_step": {"autoreset": "same_step", "stack": 3, "n_step": 5, "padding": "zero"},
     "few finals": {"autoreset": "disabled", "stack": 1, "n_step": 2, "final_capacity": 9},
-    "sequences": {"autoreset": "same_step", "stack": 2, "n_step": 2, "random_shift": 1, "sequences": Sequences(3)},
+    "sequences": {"autoreset": "same_step", "stack": 2, "n_step": 2, "sequences": Sequences(3)},
     "strict": {"autoreset": "disabled", "n_step": 2, "sequences": Sequences(2, strict=True)},
     "goals": {"autoreset": "same_step", "relabel": Hindsight(reward_fn=distance, ratio=0.5)},
 }

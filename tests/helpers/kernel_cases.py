@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         {"stack": 4, "sequences": Sequences(8, strict=True, stride=2), **SAME_STEP},
     ),
     "goals": (5_000, GOALS, PLAIN, {"relabel": Hindsight(reward_fn=distances)}),
-    "terminal observations": (100, VECTORS, PLAIN, {"terminal_obs": True, **SAME_STEP}),
+    "terminal observations": (100, VECTORS, PLAIN, {"stack": 3, "n_step": 2, "terminal_obs": True, **SAME_STEP}),
     "steps of vectors": (20_000, VECTORS, Proportional(stratified=False, initial="stored"), {}),
 }
 MORE_CASES: dict[str, tuple[Any, ...]] = {

@@ -295,31 +295,6 @@ def test_a_priority_that_is_not_finite_counts_as_none(device: str) -> None:
         check_sums(tested._state.tree)
 
 
-@pytest.mark.parametrize("kind", ["rows", "steps"])
-def test_an_extreme_that_an_interrupted_call_found_is_not_read(kind: str, device: str) -> None:
-    """The call that looks for it again overwrites it."""
-    with guarded():
-        if kind == "rows":
-            both = twins(device, 300, NUMBER, EVERYTHING)
-            given = {"n": torch.arange(200)}
-        else:
-            fields = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
-            settings = {"sampler": EVERYTHING, "seed": 3}
-            both = Twins(lambda place: TrajectoryReplayBuffer(300, 100, fields, device=place, **settings), device)
-            nothing = torch.zeros(100, dtype=torch.bool)
-            given = {"obs": torch.arange(100), "action": torch.arange(100), "reward": torch.zeros(100)}
-            given |= {"terminated": nothing, "truncated": nothing}
-        priorities = torch.arange(1.0, len(next(iter(given.values()))) + 1)
-        for priority in (None, priorities, None, None):
-            both.tested._counters[Counter.HIGHEST] = 2**60
-            both.insert(**given, **({} if priority is None else {"priority": priority}))
-            both.check()
-        for left in (1, 2**60):
-            both.tested._counters[Counter.LOWEST] = left
-            both.draw(9)
-        both.check()
-
-
 # goals
 
 

@@ -117,12 +117,12 @@ class Ring:
         expected = sorted((slot for slot in oldest if codes[slot]), key=lambda slot: -int(codes[slot]))
         if not expected:
             return
-        rows = order.draw((np.arange(len(expected)) % 2) * 0.999, stratified=True)
+        rows = order.draw_ranks((np.arange(len(expected)) % 2) * 0.999, stratified=True)
         assert rows.slots.tolist() == expected
         assert rows.total == len(expected) * rows.last
         assert rows.masses.tolist() == [rows.last] * len(expected)
         numbers = [self.random.randrange(len(expected)) for _ in range(7)]
-        rows = order.draw((np.array(numbers) + 0.5) / len(expected), stratified=False)
+        rows = order.draw_ranks((np.array(numbers) + 0.5) / len(expected), stratified=False)
         assert rows.slots.tolist() == [expected[number] for number in numbers]
 
 
@@ -148,7 +148,7 @@ def test_new_slots_that_all_come_to_one_end(falling: bool, work: Counter[str]) -
         if turn % 50 == 0:
             ring.check()
         else:
-            ring.order.draw(np.zeros(1), stratified=True)
+            ring.order.draw_ranks(np.zeros(1), stratified=True)
     ring.check()
     assert work["sorted"] == 1
     assert work["filled"] > 1

@@ -12,9 +12,9 @@ from devices import host_only
 from transitions import SAMPLERS
 
 from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
-from gpu_replay.base.inspection import of_buffer, of_checkpoint
 from gpu_replay.checkpoint import format as checkpoint_format
 from gpu_replay.cli import main
+from gpu_replay.console.inspection import of_buffer, of_checkpoint
 from gpu_replay.stats import chance_distribution
 
 pytestmark = host_only

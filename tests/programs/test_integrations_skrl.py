@@ -82,7 +82,8 @@ def test_samples_are_what_its_own_memory_holds(envs: int, count: int, resets: bo
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_without_replacement_a_batch_has_no_row_twice_as_there(length: int) -> None:
-    ours, theirs = (made(6, 2, kind, replacement=False) for kind in (ReplayMemory, RandomMemory))
+    ours = made(6, 2, replacement=False, sequence_length=length)
+    theirs = made(6, 2, RandomMemory, replacement=False)
     for count, step in enumerate(steps_of(10, 2, True), 1):
         ours.add_samples(**step)
         theirs.add_samples(**step)

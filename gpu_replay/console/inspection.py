@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import os
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.checkpoint.config import field_from, sampler_from
+from gpu_replay.checkpoint.format import Checkpoint
 from gpu_replay.checkpoint.opened import BufferCheckpoint
 from gpu_replay.checkpoint.shards import Part
 from gpu_replay.checkpoint.state import BufferState
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
 
 # pictures in each row of the contact sheet, groups of ages, and characters in a line of words
 _SHOWN, _GROUPS, _WIDTH = 12, 60, 84
-# tensors of one number a row
-_OF_ROWS = ("masses", "marks", "times_sampled")
 _SHOWN_SETTINGS = ("num_envs", "stack", "n_step", "gamma", "autoreset")
 # of the files, by which `inspect` knows them
 TITLE = "contents of a gpu_replay buffer"
@@ -127,46 +127,44 @@ def of_checkpoint(path: str | os.PathLike[str]) -> BufferReport:
         folder = manifests[-1].parent
     saved = BufferCheckpoint(folder)
     with saved.refusing("the manifest is not of a replay buffer"):
-        stored, counters = saved.checkpoint, saved.counters
-        columns = {}
-        for name in _OF_ROWS:
-            if name in stored.tensor_names:
-                dtype, shape = stored.shape_of(name)
-                columns[name] = torch.empty(shape, dtype=dtype, device="cpu")
-        stored.fill(columns)
-        return _report(saved.config, counters, columns, lambda name, slots: _stored_rows(saved, name, slots))
+        stored = saved.checkpoint
+        return _report(saved.config, saved.counters, stored.tensor_names, partial(_stored_rows, stored))
 
 
-def _stored_rows(saved: BufferCheckpoint, name: str, slots: np.ndarray) -> Tensor:
+def _stored_rows(stored: Checkpoint, name: str, slots: np.ndarray) -> Tensor:
     """The rows of a tensor at these slots; only the files that hold some are read."""
     chosen = torch.from_numpy(slots)
-    dtype, shape = saved.checkpoint.shape_of(name)
+    dtype, shape = stored.shape_of(name)
     out = torch.empty((len(slots), *shape[1:]), dtype=dtype, device="cpu")
 
     def inside(part: Part) -> Tensor:
         return (part.start <= chosen) & (chosen < part.stop)
 
-    def use(part: Part, stored: Tensor) -> None:
-        out[inside(part)] = stored[chosen[inside(part)] - part.start]
+    def use(part: Part, rows: Tensor) -> None:
+        here = inside(part)
+        out[here] = rows[chosen[here] - part.start]
 
-    saved.checkpoint.read_parts(lambda part: part.name == name and bool(inside(part).any()), Part.empty, use)
+    stored.read_parts(lambda part: part.name == name and bool(inside(part).any()), Part.empty, use)
     return out
 
 
 def _report(
     config: Mapping[str, Any],
     counters: dict[str, int],
-    columns: Mapping[str, Tensor],
+    names: Collection[str],
     rows: Callable[[str, np.ndarray], Tensor],
 ) -> BufferReport:
+    """
+    names: of the tensors that are stored.
+    rows:  (name of a tensor, slots) -> its rows there, in host memory.
+    """
     sampler = sampler_from(config["sampler"])
     base, capacity, added = sampler.base, config["capacity"], counters["ADDED"]
     first = max(counters["FIRST"], added - capacity)
     keys = np.arange(added - 1, first - 1, -1)
-    slots = torch.from_numpy(keys % capacity)
 
     def column(name: str) -> np.ndarray:
-        return columns[name].cpu()[slots].numpy()
+        return rows(name, keys % capacity).numpy()
 
     weights = np.ones(len(keys), dtype=np.int64)
     priority = None
@@ -181,7 +179,7 @@ def _report(
             weights[order] = np.diff(cumulative_masses(max(1, len(order)), base.alpha), prepend=0)[: len(order)]
         elif isinstance(rule, MassRule) and rule.alpha == 0:
             priority = None
-    elif "marks" in columns:
+    elif "marks" in names:
         weights = column("marks")
     total = weights.sum(dtype=np.float64)
     return BufferReport(
@@ -200,7 +198,7 @@ def _report(
     )
 
 
-def draw(report: BufferReport, path: str | os.PathLike[str]) -> None:
+def render(report: BufferReport, path: str | os.PathLike[str]) -> None:
     """Plot the report into a file: .png, .pdf or .svg. Raises ImportError without matplotlib."""
     file = check_path("path", path)
     try:
@@ -219,10 +217,10 @@ def draw(report: BufferReport, path: str | os.PathLike[str]) -> None:
     text.axis("off")
     lines = [part for line in report.lines() for part in textwrap.wrap(line, _WIDTH, subsequent_indent="    ")]
     text.text(-0.1, 1.05, "\n".join(lines), va="top", family="monospace", fontsize=7)
-    _draw_priorities(figure.add_subplot(grid[0, 1]), report)
+    _plot_priorities(figure.add_subplot(grid[0, 1]), report)
     share = report.probability * report.drawable
-    _draw_by_age(figure.add_subplot(grid[1, 0]), share, "sampling of a row, by age", "probability relative to uniform")
-    _draw_by_age(figure.add_subplot(grid[1, 1]), report.sampled, "draws of a row so far, by age", "draws")
+    _plot_by_age(figure.add_subplot(grid[1, 0]), share, "sampling of a row, by age", "probability relative to uniform")
+    _plot_by_age(figure.add_subplot(grid[1, 1]), report.sampled, "draws of a row so far, by age", "draws")
     for row, (title, image) in enumerate(reversed(pictures.items())):
         box = (0.15 / width, (row_height * row + 0.05) / full_height, 1 - 0.3 / width, (row_height - 0.3) / full_height)
         axes = figure.add_axes(box, anchor="W")
@@ -239,7 +237,7 @@ def _titled(axes: Axes, title: str, across: str, up: str = "") -> None:
     axes.tick_params(labelsize=8)
 
 
-def _draw_priorities(axes: Axes, report: BufferReport) -> None:
+def _plot_priorities(axes: Axes, report: BufferReport) -> None:
     from matplotlib.ticker import LogFormatter
 
     if report.priority is None:
@@ -259,8 +257,8 @@ def _draw_priorities(axes: Axes, report: BufferReport) -> None:
     _titled(axes, "priorities of rows that can be drawn", "priority", "rows")
 
 
-def _draw_by_age(axes: Axes, values: np.ndarray, title: str, label: str) -> None:
-    """Mean, and from the tenth to the ninetieth of a hundred, of groups of rows of about one age."""
+def _plot_by_age(axes: Axes, values: np.ndarray, title: str, label: str) -> None:
+    """Plot the mean and the 10th to 90th percentile of rows, grouped by age."""
     from matplotlib.ticker import EngFormatter
 
     _titled(axes, title, "age in rows (the newest is 0)", label)
