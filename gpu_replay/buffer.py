@@ -16,7 +16,7 @@ from gpu_replay.batch import Batch
 from gpu_replay.engines.device import DeviceEngine
 from gpu_replay.engines.host import HostEngine
 from gpu_replay.engines.placement import StoragePath
-from gpu_replay.engines.storage import UNIFORM, check_capacity, estimate
+from gpu_replay.engines.storage import UNIFORM, check_capacity
 from gpu_replay.fields import Field, check_fields, check_names, flattened
 from gpu_replay.samplers import Sampler
 from gpu_replay.spaces import classic_fields
@@ -70,9 +70,6 @@ class ReplayBuffer(Buffer):
         checked = check_fields(fields)
         super().__init__(check_capacity(capacity), checked, sampler, device, seed, storage_device, storage_path)
         self._checks, self._names = validation.checks_of(self._fields, on_host=self._on_host), self._fields.keys()
-
-    def _sizes(self) -> dict[str, int]:
-        return estimate(self._capacity, self._fields, self._sampler, self._backend)
 
     @classmethod
     def from_spaces(

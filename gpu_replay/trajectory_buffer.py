@@ -22,7 +22,7 @@ from gpu_replay.base.steps import StepInput, objects
 from gpu_replay.batch import Batch
 from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
-from gpu_replay.engines.placement import StoragePath
+from gpu_replay.engines.placement import MakeMemory, StoragePath
 from gpu_replay.engines.storage import UNIFORM
 from gpu_replay.engines.trajectory_storage import (
     REWARD,
@@ -32,7 +32,6 @@ from gpu_replay.engines.trajectory_storage import (
     TrajectoryStorage,
     check_sequences,
     check_stream_fields,
-    trajectory_estimate,
 )
 from gpu_replay.fields import Field
 from gpu_replay.hindsight import Hindsight, check_saved_relabel
@@ -153,11 +152,8 @@ class TrajectoryReplayBuffer(Buffer):
             f"{(added - first) // envs} steps of each environment are stored"
         )
 
-    def _sizes(self) -> dict[str, int]:
-        return trajectory_estimate(self._settings.shape, self._fields, self._sampler, self._backend)
-
-    def _make_storage(self) -> TrajectoryStorage:
-        self._streams = TrajectoryStorage(self._settings, self._fields, self._device, self._memory())
+    def _make_storage(self, device: torch.device, memory: MakeMemory | None = None) -> TrajectoryStorage:
+        self._streams = TrajectoryStorage(self._settings, self._fields, device, memory)
         return self._streams
 
     @classmethod

@@ -68,7 +68,7 @@ class Buffer(StatefulBuffer):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors: fields, priorities and counters, wherever they are."""
-        return self._storage.nbytes + self._state.nbytes + self._made_engine.sampling.scratch_bytes
+        return sum(self._storage.sizes.values()) + self._state.nbytes + self._made_engine.sampling.scratch_bytes
 
     @property
     @untraced

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -22,7 +21,7 @@ from gpu_replay.checkpoint.opened import NO_SETTINGS, BufferCheckpoint
 from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import MakeMemory, StoragePath, check_placement
-from gpu_replay.engines.sampler_state import SamplerState
+from gpu_replay.engines.sampler_state import META, SamplerState, sizes_of
 from gpu_replay.engines.saved_state import SPECIFIC, StateLayout, change_kind, check_state, turned
 from gpu_replay.engines.storage import Storage, check_device, check_room, free_bytes
 from gpu_replay.fields import Field
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @never_traced
-class StatefulBuffer(ABC):
+class StatefulBuffer:
     """A ring of preallocated tensors with a sampler, an engine that works on them, and their state as a whole."""
 
     # made with a storage and what draws from it
@@ -82,12 +81,14 @@ class StatefulBuffer(ABC):
         self._stream_order = StreamOrder(self._device)
         # not needed at exit: the process frees its memory anyway
         weakref.finalize(self, self._stream_order.close).atexit = False
-        check_room(self._sizes(), self._placement, {*fields, "alignment"})
+        sizes = sizes_of(self._make_storage(META), sampler, self._backend)
+        check_room(sizes, self._placement, {*fields, "alignment"})
 
         # inference tensors could not be written outside of inference mode; calls on other streams come after what is
         # allocated and filled on this one
         with torch.inference_mode(False), self._stream_order:
-            self._storage = self._make_storage()
+            memory = self._placement.memory(self._stream_order.drain)
+            self._storage = self._make_storage(self._device, memory)
             self._state = SamplerState(
                 sampler,
                 capacity,
@@ -118,17 +119,9 @@ class StatefulBuffer(ABC):
         """The seed of its draws."""
         return self._seed
 
-    @abstractmethod
-    def _sizes(self) -> dict[str, int]:
-        """Bytes of everything that will be allocated, by name."""
-
-    def _make_storage(self) -> Storage:
-        """The ring, allocated."""
-        return Storage(self._capacity, self._fields, self._device, packed=self._on_host, memory=self._memory())
-
-    def _memory(self) -> MakeMemory | None:
-        """The allocator of the fields, or None if they are on the device."""
-        return self._placement.memory(self._stream_order.drain)
+    def _make_storage(self, device: torch.device, memory: MakeMemory | None = None) -> Storage:
+        """The ring, allocated; memory: the allocator of fields that are not on the device."""
+        return Storage(self._capacity, self._fields, device, packed=self._on_host, memory=memory)
 
     def _make_engine(self) -> Engine:
         """The engine that stores, samples and reads on this storage and state."""

@@ -140,11 +140,6 @@ class Checkpoint:
     def tensor_names(self) -> tuple[str, ...]:
         return tuple(self._manifest.shapes)
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The names of its shards in the folder."""
-        return tuple(shard.file for shard in self._manifest.shards)
-
     def read_all(self) -> dict[str, Tensor]:
         """New tensors with everything that is stored, by name, in host memory."""
         shapes = {name: self.shape_of(name) for name in self.tensor_names}
@@ -158,8 +153,7 @@ class Checkpoint:
         Raises CheckpointError if one does not fit or a shard is damaged; in the second case they may have been written
         to already.
         """
-        for name, out in tensors.items():
-            self.require(name, out.dtype, tuple(out.shape))
+        check_fit(str(self.path), tensors, self.shape_of)
         synchronize(tensors.values())
         self.read_parts(lambda part: part.name in tensors, lambda part: part.of(tensors[part.name]))
 
@@ -186,15 +180,6 @@ class Checkpoint:
         with self._unless_replaced(), bytes_bar(f"loading {self.path.name}", total) as advance:
             in_parallel(read, shards, advance)
 
-    def require(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Raise CheckpointError unless a tensor is stored with this dtype and shape."""
-        stored = self.shape_of(name)
-        if stored != (dtype, shape):
-            raise CheckpointError(
-                f"tensor {name!r} in {self.path} is {stored[0]} of shape {stored[1]}; asked to read it into {dtype} of "
-                f"shape {shape}. Make the buffer with the settings that the checkpoint was saved with."
-            )
-
     def shape_of(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype and shape of a stored tensor."""
         if name not in self._manifest.shapes:
@@ -215,6 +200,19 @@ class Checkpoint:
             raise CheckpointError(
                 f"checkpoint {self.path} was replaced by another save while it was read. Open it again."
             ) from error
+
+
+def check_fit(
+    source: str, tensors: Mapping[str, Tensor], shape_of: Callable[[str], tuple[torch.dtype, tuple[int, ...]]]
+) -> None:
+    """Raise CheckpointError unless a source has, by name, the dtypes and shapes of tensors that it is to fill."""
+    for name, out in tensors.items():
+        (dtype, shape), asked = shape_of(name), tuple(out.shape)
+        if (dtype, shape) != (out.dtype, asked):
+            raise CheckpointError(
+                f"tensor {name!r} in {source} is {dtype} of shape {shape}; asked to read it into {out.dtype} of shape "
+                f"{asked}. Make the buffer with the settings that it was saved with."
+            )
 
 
 def write_shards(folder: Path, contents: list[tuple[Part, ...]], tensors: Mapping[str, Tensor]) -> list[Shard]:

@@ -43,7 +43,6 @@ class BufferCheckpoint:
         if kind not in (None, found):
             raise CheckpointError(f"{path} holds a {found}; load it with {found}.load.")
         with self.refusing("the manifest is not of a replay buffer"):
-            self.capacity = check_int("capacity", self.config["capacity"], 1)
             self.counters = checked_counters(manifest["counters"])
 
     @contextmanager

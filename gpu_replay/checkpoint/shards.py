@@ -17,8 +17,8 @@ import os
 import re
 import stat
 import struct
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from gpu_replay.checkpoint.fsync import sync_file
-from gpu_replay.checkpoint.threads import Threads
 from gpu_replay.errors import CheckpointError
 
 SHARD_NAME = re.compile(r"piece-[0-9a-f]{8}-\d{5}\.safetensors")
@@ -160,39 +159,25 @@ def file_bytes(parts: tuple[Part, ...]) -> int:
 def in_parallel(work: Callable[[Item], Result], items: Sequence[Item], done: Callable[[Result], object]) -> None:
     """Call `work` with each item, a few at a time in threads, and `done` here with the results in any order.
 
-    After an error no further call begins, and it is raised when those that had begun have ended.
+    After an error the calls that have not begun are cancelled, and it is raised when the others have ended. A signal
+    handler that raises within the threads' own code, such as that of Ctrl-C, may lose the whole: a save then leaves the
+    checkpoint that was there, and it may take another Ctrl-C to return.
     """
-    left, threads, news = deque(items), Threads(), None
-
-    def run() -> None:
+    calls: list[Future[Result]] = []
+    with ThreadPoolExecutor(WORKERS) as pool:
         try:
-            while True:
-                try:
-                    item = left.popleft()
-                except IndexError:
-                    return
-                threads.news.put((work(item),))
-        except BaseException as error:
-            left.clear()
-            threads.news.put(error)
-
-    try:
-        # an interpreter that is ending starts no threads
-        with suppress(RuntimeError):
-            threads.start(run, min(WORKERS, len(items)) if len(items) > 1 else 0)
-        if not threads.running:
-            run()
-        while threads.running or not threads.news.empty():
-            news = threads.news.get()
-            if isinstance(news, BaseException):
-                raise news
-            if news is not None:
-                done(*news)
-    finally:
-        left.clear()
-        # an error and its frames would keep each other
-        news = None
-        threads.wait()
+            # an interpreter that is ending takes no more calls: those that are left are made here
+            with suppress(RuntimeError):
+                for item in items:
+                    calls.append(pool.submit(work, item))
+            for item in items[len(calls) :]:
+                done(work(item))
+            for result in map(Future.result, as_completed(calls)):
+                done(result)
+        finally:
+            pool.shutdown(cancel_futures=True)
+            # an error and its frames would keep each other
+            calls.clear()
 
 
 def synchronize(tensors: Iterable[Tensor]) -> None:

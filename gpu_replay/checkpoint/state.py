@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.checkpoint.config import difference, renewed, without_shifts
-from gpu_replay.checkpoint.format import write_checkpoint
+from gpu_replay.checkpoint.format import check_fit, write_checkpoint
 from gpu_replay.checkpoint.manifest import check_version
 from gpu_replay.errors import CheckpointError
 from gpu_replay.ops.counters import ADDED_LATER, LASTING, counter_values
@@ -66,39 +66,38 @@ def _manifest(buffer: BufferState) -> dict[str, Any]:
 
 def checked_snapshot(buffer: BufferState, snapshot: Mapping[str, Any]) -> Callable[[], None]:
     """Check a snapshot as a whole; returns the function that makes it the state of the buffer."""
+    needed = "load_state_dict needs what state_dict() returned"
     if not isinstance(snapshot, Mapping):
-        raise TypeError(f"load_state_dict needs what state_dict() returned; found {type(snapshot).__name__}.")
-    missing = [name for name in ("version", "settings", "seed", "counters", "tensors") if name not in snapshot]
-    if missing:
-        raise KeyError(f"load_state_dict needs what state_dict() returned; {', '.join(missing)} is missing.")
-    try:
-        check_version("the state has version", snapshot["version"], VERSION)
-    except CheckpointError as error:
-        raise ValueError(str(error)) from None
-    seed = check_int("the state's seed", snapshot["seed"])
+        raise TypeError(f"{needed}; found {type(snapshot).__name__}.")
+    if missing := [name for name in ("version", "settings", "seed", "counters", "tensors") if name not in snapshot]:
+        raise KeyError(f"{needed}; {', '.join(missing)} is missing.")
     for name in ("settings", "counters", "tensors"):
         if not isinstance(snapshot[name], Mapping):
             raise TypeError(f"the state's {name} must be a dictionary; found {type(snapshot[name]).__name__}.")
-        settings = without_shifts(snapshot["settings"])
-        unlike = difference(buffer.config, {**settings, "sampler": renewed(settings.get("sampler"))})
-    if unlike is not None:
-        raise ValueError(f"the state is of another buffer: {unlike}. Make a buffer with the same settings.")
-    counters = checked_counters(snapshot["counters"])
-    views = buffer.views(counters["ADDED"])
     tensors = snapshot["tensors"]
-    for name, view in views.items():
+
+    def shape_of(name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         if name not in tensors:
             raise KeyError(f"the state lacks the tensor {name!r}.")
-        if not isinstance(tensors[name], Tensor):
-            raise TypeError(f"the state's {name!r} must be a tensor; found {type(tensors[name]).__name__}.")
-        if tensors[name].layout is not torch.strided or tensors[name].is_nested or tensors[name].is_meta:
-            kind = "meta" if tensors[name].is_meta else "nested" if tensors[name].is_nested else tensors[name].layout
-            raise TypeError(f"the state's {name!r} must be a dense tensor with memory; found a {kind} one.")
-        if tensors[name].shape != view.shape or tensors[name].dtype != view.dtype:
-            raise ValueError(
-                f"the state's tensor {name!r} must be {view.dtype} {list(view.shape)}; "
-                f"found {tensors[name].dtype} {list(tensors[name].shape)}."
-            )
+        found = tensors[name]
+        kind = type(found).__name__
+        if isinstance(found, Tensor):
+            kind = "nested" if found.is_nested else str(found.layout if found.device.type != "meta" else found.device)
+            if kind == str(torch.strided):
+                return found.dtype, tuple(found.shape)
+        raise TypeError(f"the state's {name!r} must be a tensor; found {kind}. Give a dense one that has memory.")
+
+    try:
+        check_version("the state has version", snapshot["version"], VERSION)
+        settings = without_shifts(snapshot["settings"])
+        unlike = difference(buffer.config, {**settings, "sampler": renewed(settings.get("sampler"))})
+        if unlike is not None:
+            raise ValueError(f"the state is of another buffer: {unlike}. Make a buffer with the same settings.")
+        counters, seed = checked_counters(snapshot["counters"]), check_int("the state's seed", snapshot["seed"])
+        views = buffer.views(counters["ADDED"])
+        check_fit("the state", views, shape_of)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from None
     buffer.check(counters, {name: tensors[name] for name in views})
 
     def take_over() -> None:

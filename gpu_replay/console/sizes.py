@@ -13,7 +13,8 @@ from gpu_replay import Combined, Field, Proportional
 from gpu_replay.console.arguments import positive, whole
 from gpu_replay.console.errors import UserError
 from gpu_replay.engines.placement import check_placement
-from gpu_replay.engines.storage import check_capacity, check_device, estimate, size_table, sizes_by_place
+from gpu_replay.engines.sampler_state import META, sizes_of
+from gpu_replay.engines.storage import Storage, check_capacity, check_device, size_table, sizes_by_place
 from gpu_replay.engines.trajectory_storage import stream_sizes
 from gpu_replay.fields import STORABLE, check_fields
 from gpu_replay.ops._backend import Backend, choose
@@ -116,7 +117,8 @@ def report(
             if stored is not None and options.stack > 1:
                 once = sum(stream_sizes(capacity, 1, step, options.autoreset, sampler, backend).values())
             fields = fields if stored is None else _classic(fields)
-            sizes = estimate(capacity, _stacked(fields, options.stack), sampler, backend)
+            storage = Storage(capacity, _stacked(fields, options.stack), META, packed=backend == "host")
+            sizes = sizes_of(storage, sampler, backend)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(str(error)) from None
     total = sum(sizes.values())

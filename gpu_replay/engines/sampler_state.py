@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from gpu_replay.engines.storage import Storage
 from gpu_replay.loops.ring import FIXED, LARGEST_EVER, LARGEST_STORED
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import Counter, new_counters
-from gpu_replay.ops.mass_tree import MassTree, tree_bytes
-from gpu_replay.ops.rank_draw import ranks_bytes
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.priorities import DeviceMasses
+from gpu_replay.ops.rank_draw import DeviceRanks
 from gpu_replay.ops.ranks import host_ranks_bytes
-from gpu_replay.samplers import BaseSampler, Sampler
+from gpu_replay.samplers import Sampler
 
+# where tensors have sizes and no memory
+META = torch.device("meta")
 _SOURCES = {"running": LARGEST_EVER, "stored": LARGEST_STORED}
-
-
-def tree_of(base: BaseSampler, slots: int, device: torch.device, backend: Backend) -> MassTree | None:
-    """The tree of masses, or of order codes for draws by rank; None without priorities."""
-    return MassTree(slots, device, backend, summed=base.summed) if base.prioritized else None
-
-
-def priority_bytes(base: BaseSampler, slots: int, backend: Backend) -> dict[str, int]:
-    """Bytes that priorities and ranks take, by name."""
-    if not base.prioritized:
-        return {}
-    on_device = backend == "triton"
-    # on the device each slot also has a stamp, which finds the last of repeated keys
-    stamps = slots * torch.int32.itemsize if on_device else 0
-    sizes = {"priorities": tree_bytes(slots, backend, base.summed) + stamps}
-    if not base.summed:
-        sizes["ranks"] = ranks_bytes(slots) if on_device else host_ranks_bytes(slots)
-    return sizes
 
 
 class SamplerState:
@@ -39,7 +25,7 @@ class SamplerState:
     tracks_eligibility: whether stored slots exist that cannot be drawn, and that no update may make eligible; they have
                    mass 0. So it is in trajectory buffers.
     rule:          how priorities become masses, or order codes for draws by rank.
-    tree:          of these; None for samplers without priorities.
+    tree:          of these, without sums for draws by rank; None for samplers without priorities.
     eligible_tree: of ones for eligible starts; None where all stored slots can be drawn, or `tree` alone will do.
     """
 
@@ -57,7 +43,7 @@ class SamplerState:
         self.slots = slots
         self.tracks_eligibility = tracks_eligibility
         self.rule = self.base.rule(slots)
-        self.tree = tree_of(self.base, slots, device, backend)
+        self.tree = MassTree(slots, device, backend, summed=self.base.summed) if self.base.prioritized else None
         self.eligible_tree = (
             MassTree(slots, device, backend) if tracks_eligibility and sampler.needs_start_tree else None
         )
@@ -128,3 +114,24 @@ class SamplerState:
             self.eligible_tree.build()
         if self.tracks_eligibility:
             self.counters[Counter.ELIGIBLE] = int((self.eligible.masses > 0).sum())
+
+
+def sizes_of(storage: Storage, sampler: Sampler, backend: Backend) -> dict[str, int]:
+    """Bytes that a buffer will take, by name, but for a few constants: those of its storage, "priorities", "ranks" and
+    "marks".
+
+    storage: on the meta device, where all the rest is made too.
+    """
+    slots, base = storage.capacity, sampler.base
+    state = SamplerState(sampler, slots, META, backend, 0, tracks_eligibility=storage.streams is not None)
+    sizes = storage.sizes
+    if state.tree is not None:
+        # on a device each slot also has a stamp, which finds the last of repeated keys
+        stamps = 0 if backend == "host" else DeviceMasses(state.tree, state.rule, 1).stamps.nbytes
+        sizes["priorities"] = state.tree.nbytes + stamps
+        if not base.summed and backend == "host":
+            sizes["ranks"] = host_ranks_bytes(slots)
+        elif not base.summed:
+            sums = torch.empty(slots, dtype=torch.int64, device=META)
+            sizes["ranks"] = DeviceRanks(slots, base.alpha, state.counters, sums).nbytes
+    return sizes if state.eligible_tree is None else sizes | {"marks": state.eligible_tree.nbytes}

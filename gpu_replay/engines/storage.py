@@ -1,4 +1,4 @@
-"""The ring of preallocated tensors, and how many bytes it will take before it is made.
+"""The ring of preallocated tensors, and whether its bytes are free before it is made.
 
 On the host the small fields of a transition lie side by side in one record: a transition is then one trip to memory
 instead of one for each field.
@@ -20,30 +20,16 @@ from torch import Tensor
 from gpu_replay.engines.mapped_file import free_on_disk
 from gpu_replay.engines.placement import MakeMemory, Placement
 from gpu_replay.engines.read_ahead import ReadAhead
-from gpu_replay.engines.sampler_state import priority_bytes
 from gpu_replay.fields import Field, as_numpy
-from gpu_replay.ops._backend import Backend, choose
+from gpu_replay.ops._backend import choose
 from gpu_replay.ops.eligibility import Streams
-from gpu_replay.samplers import Sampler, Uniform, check_sampler
+from gpu_replay.samplers import Uniform
 from gpu_replay.validation import check_int
 
 UNIFORM = Uniform()
 MAX_CAPACITY = 2**31 - 1
 # bytes of a field's row up to which it shares a record: a larger one is a trip to memory of its own anyway
 _SMALL_ROW = 256
-
-
-def estimate(
-    capacity: int, fields: Mapping[str, Field], sampler: Sampler = UNIFORM, backend: Backend = "host"
-) -> dict[str, int]:
-    """Bytes that a buffer will take: one entry per field, "times_sampled", and "priorities" and "ranks" if any."""
-    sizes = {name: capacity * field.row_bytes for name, field in fields.items()}
-    if backend == "host":
-        padding = padding_of(record_dtype(fields), fields)
-        if padding:
-            sizes["alignment"] = capacity * padding
-    sizes["times_sampled"] = capacity * torch.int32.itemsize
-    return sizes | priority_bytes(check_sampler(sampler).base, capacity, backend)
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -155,11 +141,6 @@ def record_dtype(fields: Mapping[str, Field]) -> np.dtype[Any] | None:
     return np.dtype(parts, align=True)
 
 
-def padding_of(record: np.dtype[Any] | None, fields: Mapping[str, Field]) -> int:
-    """Padding bytes of a record."""
-    return 0 if record is None else record.itemsize - sum(fields[name].row_bytes for name in record.names or ())
-
-
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised tensor; on the host NumPy allocates it, which asks for huge pages: fewer misses of the TLB."""
     if device.type != "cpu":
@@ -177,7 +158,8 @@ class Storage:
     memory:  makes the memory of fields of these sizes, where they are not on the device.
     on_device: names of fields that are on the device all the same.
 
-    Allocates all memory at once; raises MemoryError with a per-field table before it does when it cannot fit.
+    Allocates all memory at once. On the meta device it has `sizes` and no memory, and fields of one row: the bytes of a
+    tensor are counted in 63 bits.
     """
 
     def __init__(
@@ -195,7 +177,8 @@ class Storage:
         self.device = device
         record = record_dtype(fields) if packed else None
         together = () if record is None else record.names or ()
-        self._padding = capacity * padding_of(record, fields)
+        padding = 0 if record is None else record.itemsize - sum(fields[name].row_bytes for name in together)
+        self._padding = capacity * padding
         alone = [name for name in fields if name not in together and name not in on_device]
         sizes = [] if record is None else [capacity * record.itemsize]
         sizes += [capacity * fields[name].row_bytes for name in alone]
@@ -203,23 +186,26 @@ class Storage:
         self._memory = None if memory is None else memory(sizes)
         take = partial(allocate, device=device) if self._memory is None else self._memory.take
         self.records: np.ndarray | None = None
-        if record is not None:
+        if record is not None and device.type != "meta":
             self.records = take((sizes[0],), torch.uint8).numpy().view(record)
         self.tensors: dict[str, Tensor] = {}
+        rows = 1 if device.type == "meta" else capacity
         for name, field in fields.items():
             if self.records is not None and name in together:
                 # the record has the same dtype, or one of the same width for bfloat16, which NumPy lacks
                 self.tensors[name] = torch.from_numpy(self.records[name]).view(field.dtype)
             elif name in on_device:
-                self.tensors[name] = allocate((capacity, *field.shape), field.dtype, device)
+                self.tensors[name] = allocate((rows, *field.shape), field.dtype, device)
             else:
-                self.tensors[name] = take((capacity, *field.shape), field.dtype)
+                self.tensors[name] = take((rows, *field.shape), field.dtype)
         self.times_sampled = torch.zeros(capacity, dtype=torch.int32, device=device)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values()) + self._padding + self.times_sampled.nbytes
+    def sizes(self) -> dict[str, int]:
+        """Bytes by name: of each field, "alignment" of records, "times_sampled" and, of a trajectory buffer, more."""
+        sizes = {name: self.capacity * field.row_bytes for name, field in self.fields.items()}
+        sizes |= {"alignment": self._padding} if self._padding else {}
+        return sizes | {"times_sampled": self.times_sampled.nbytes}
 
     def read_ahead(self) -> ReadAhead | None:
         """The read-ahead for fields in a mapped file; None if they are in memory."""

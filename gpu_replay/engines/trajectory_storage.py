@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.placement import MakeMemory
-from gpu_replay.engines.storage import Storage, check_capacity, estimate
+from gpu_replay.engines.sampler_state import META, sizes_of
+from gpu_replay.engines.storage import Storage, check_capacity
 from gpu_replay.fields import Field, check_fields
 from gpu_replay.hindsight import Hindsight, check_relabel
 from gpu_replay.ops._backend import Backend
-from gpu_replay.ops.eligibility import Streams, StreamShape, stream_bytes
-from gpu_replay.ops.mass_tree import tree_bytes
+from gpu_replay.ops.eligibility import Streams, StreamShape
 from gpu_replay.samplers import Sampler, Sequences
 from gpu_replay.validation import check_bool, check_choice, check_float, check_int
 
@@ -150,21 +150,6 @@ def check_stream_fields(fields: object) -> dict[str, Field]:
     return checked
 
 
-def trajectory_estimate(
-    shape: StreamShape, fields: Mapping[str, Field], sampler: Sampler, backend: Backend
-) -> dict[str, int]:
-    """Bytes that a trajectory buffer will take, by name."""
-    sizes = estimate(shape.slots, {**fields, "reward": REWARD}, sampler, backend)
-    # rows of steps are not packed
-    sizes.pop("alignment", None)
-    sizes["streams"] = stream_bytes(shape)
-    if shape.finals:
-        sizes["final_obs"] = shape.finals * sum(fields[name].row_bytes for name in observation_names(fields))
-    if sampler.needs_start_tree:
-        sizes["marks"] = tree_bytes(shape.slots, backend)
-    return sizes
-
-
 def stream_sizes(
     capacity: int,
     num_envs: int,
@@ -177,7 +162,7 @@ def stream_sizes(
     """Bytes that a trajectory buffer would take, by name; raises as the buffer itself does."""
     checked = check_stream_fields(fields)
     settings = StreamSettings(capacity, num_envs, autoreset=autoreset, sequences=sequences).checked(checked)
-    return trajectory_estimate(settings.shape, checked, sampler, backend)
+    return sizes_of(TrajectoryStorage(settings, checked, META), sampler, backend)
 
 
 class TrajectoryStorage(Storage):
@@ -205,7 +190,8 @@ class TrajectoryStorage(Storage):
         if shape.finals:
             for name in self.observations:
                 field = fields[name]
-                self.finals[name] = torch.zeros((shape.finals, *field.shape), dtype=field.dtype, device=device)
+                rows = 1 if device.type == "meta" else shape.finals
+                self.finals[name] = torch.zeros((rows, *field.shape), dtype=field.dtype, device=device)
 
     def stream_tensors(self, written: int) -> dict[str, Tensor]:
         """Views of the tensors kept apart from the fields for the first `written` slots, by name."""
@@ -235,6 +221,7 @@ class TrajectoryStorage(Storage):
         streams.note_followed(added)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return super().nbytes + self.streams.nbytes + sum(tensor.nbytes for tensor in self.finals.values())
+    def sizes(self) -> dict[str, int]:
+        """Bytes by name, "streams" and "final_obs" among them."""
+        finals = self.streams.shape.finals * sum(self.fields[name].row_bytes for name in self.observations)
+        return super().sizes | {"streams": self.streams.nbytes} | ({"final_obs": finals} if finals else {})

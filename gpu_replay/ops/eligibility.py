@@ -222,13 +222,6 @@ def powers_of(gamma: float, n_step: int) -> np.ndarray:
     return np.multiply.accumulate(powers)
 
 
-def stream_bytes(shape: StreamShape) -> int:
-    """Bytes that `Streams` will take."""
-    per_slot = torch.uint8.itemsize + torch.int32.itemsize + (torch.int32.itemsize if shape.finals else 0)
-    episodes = torch.int32.itemsize * (shape.slots + shape.num_envs) if shape.hindsight else 0
-    return shape.slots * per_slot + 8 * (shape.lines * shape.num_envs + shape.finals) + episodes
-
-
 # values of a tile on a GPU: a few for each thread
 _TILE = 256
 

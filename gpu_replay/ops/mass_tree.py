@@ -39,11 +39,6 @@ def level_sizes(slots: int, backend: Backend, summed: bool) -> list[int]:
     return sizes
 
 
-def tree_bytes(slots: int, backend: Backend, summed: bool = True) -> int:
-    """Bytes that a tree over this many slots takes."""
-    return 8 * sum(level_sizes(slots, backend, summed))
-
-
 class TreeArrays(NamedTuple):
     """Host: a tree as `loops/tree.py` takes it."""
 
@@ -64,7 +59,7 @@ class MassTree:
         self.backend = backend
         self.fanout = fanout_for(backend)
         sizes = level_sizes(slots, backend, summed)
-        if backend == "host":
+        if backend == "host" and device.type != "meta":
             # all levels in one piece, for the compiled loops
             starts = np.cumsum([0, *sizes])
             flat = np.zeros(starts[-1], dtype=np.int64)

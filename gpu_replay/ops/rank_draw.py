@@ -75,8 +75,3 @@ class DeviceRanks:
         # code 0 comes after all that can be drawn
         self._list.listed.copy_((codes > 0).sum())
         torch.sort(codes, descending=True, stable=True, out=(torch.empty_like(codes), self._list.ages))
-
-
-def ranks_bytes(slots: int) -> int:
-    """Bytes of the table and the list of `DeviceRanks`."""
-    return (2 * slots + 1) * torch.int64.itemsize

@@ -8,7 +8,8 @@ Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,10 +74,31 @@ def _block_shape(slots: int) -> tuple[int, int]:
     return 2 * slots // width + 2, width
 
 
+def _arrays(slots: int, full: Callable[[Any, int, Any], np.ndarray] = np.full) -> tuple[np.ndarray, ...]:
+    """Where changes are recorded, and then what `loops/ranks.py` takes of the order of so many slots.
+
+    full: makes an array of a shape, a number and a dtype.
+    """
+    blocks, width = _block_shape(slots)
+    # unlike zeros, these may be in large pages of memory
+    return (
+        full(most_changes(slots) + 1, 0, np.int64),
+        full((blocks, width), 0, np.int64),
+        full((blocks, width), 0, np.int32),
+        full(slots, -1, np.int32),
+        full(blocks, 0, np.int64),
+        full(blocks, 0, np.int64),
+        full(blocks, 0, np.int64),
+        full(blocks, 0, np.int64),
+        full(loops.COUNT, -1, np.int64),
+    )
+
+
 def host_ranks_bytes(slots: int) -> int:
     """Bytes of the `HostRanks` of a buffer."""
-    blocks, width = _block_shape(slots)
-    return blocks * (width * 12 + 32) + slots * 12 + (most_changes(slots) + 1 + loops.COUNT) * 8
+    # one number seen in every place has the size of an array and takes no memory
+    arrays = _arrays(slots, lambda shape, number, dtype: np.broadcast_to(dtype(number), shape))
+    return slots * np.int64().nbytes + sum(array.nbytes for array in arrays)
 
 
 class HostRanks:
@@ -90,19 +112,7 @@ class HostRanks:
         slots = leaves.size
         self._leaves, self._counters = leaves, counters
         self._sums = cumulative_masses(slots, alpha)
-        self.changed_slots = np.zeros(most_changes(slots) + 1, dtype=np.int64)
-        blocks, width = _block_shape(slots)
-        # unlike zeros, these may be in large pages of memory
-        self._order = (
-            np.full((blocks, width), 0, dtype=np.int64),
-            np.full((blocks, width), 0, dtype=np.int32),
-            np.full(slots, -1, dtype=np.int32),
-            np.full(blocks, 0, dtype=np.int64),
-            np.full(blocks, 0, dtype=np.int64),
-            np.full(blocks, 0, dtype=np.int64),
-            np.full(blocks, 0, dtype=np.int64),
-            np.full(loops.COUNT, -1, dtype=np.int64),
-        )
+        self.changed_slots, *self._order = _arrays(slots)
         self._counts = self._order[-1]
 
     @property
@@ -111,7 +121,7 @@ class HostRanks:
         return host_ranks_bytes(self._leaves.size)
 
     def draw_ranks(self, doubles: np.ndarray, *, stratified: bool) -> RankedRows:
-        """Draw one row for each of (B,) float64 in [0, 1); something can be drawn.
+        """Draw one row for each of (B,) float64 in [0, 1). Raises RuntimeError where no slot can be drawn.
 
         stratified: from each of B equal parts of the mass.
         """
@@ -121,6 +131,8 @@ class HostRanks:
         counts[loops.ADDED] = -1
         self._renew(changed, added)
         count = counts.item(loops.RANKED)
+        if not count:
+            raise RuntimeError("no stored row has a priority to draw by; a state that was loaded may have lost them.")
         ranks, masses = np.empty((2, doubles.size), dtype=np.int64)
         loops.draw.compiled()(self._sums, count, doubles, stratified, ranks, masses)
         slots = self._located(ranks, added)

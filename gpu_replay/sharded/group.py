@@ -25,7 +25,6 @@ from torch import Tensor
 
 from gpu_replay.base.refusals import refuse_in_forks
 from gpu_replay.checkpoint.config import difference
-from gpu_replay.checkpoint.threads import Threads
 from gpu_replay.engines.storage import check_device
 from gpu_replay.validation import check_float
 
@@ -290,14 +289,17 @@ class Group:
             except BaseException as error:
                 errors.append(error)
 
-        pause, threads, said = min(_LONGEST_ROUND, self.timeout / _ROUND_SHARE), Threads(), [_BUSY]
+        pause, said = min(_LONGEST_ROUND, self.timeout / _ROUND_SHARE), [_BUSY]
+        thread = threading.Thread(target=run)
         try:
-            threads.start(run)
+            thread.start()
             while _BUSY in said:
-                own = _BUSY if not threads.wait(pause) else _FAILED if errors else _DONE
+                thread.join(pause)
+                own = _BUSY if thread.is_alive() else _FAILED if errors else _DONE
                 said = self.all_gather(torch.tensor([own], device=self._place)).view(-1).tolist()
         finally:
-            threads.wait()
+            if thread.is_alive():
+                thread.join()
 
         def ended() -> Contribution:
             if errors:

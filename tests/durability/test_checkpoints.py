@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from torch import Tensor
 from gpu_replay import CheckpointError
 from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
 from gpu_replay.checkpoint.fsync import save_lock
+from gpu_replay.checkpoint.manifest import files_in_force
 from gpu_replay.checkpoint.shards import in_parallel
 
 load_file = pytest.importorskip("safetensors.torch").load_file
@@ -229,7 +232,7 @@ def test_a_damaged_checkpoint_can_be_saved_over(tmp_path: Path) -> None:
     del content["body"]
     (tmp_path / "c" / "manifest.json").write_text(json.dumps(content))
     assert saved(tmp_path / "c").manifest == MANIFEST
-    assert len(pieces_of(tmp_path / "c")) == len(read_checkpoint(tmp_path / "c").files)
+    assert len(pieces_of(tmp_path / "c")) == len(files_in_force(tmp_path / "c"))
 
 
 @needs_fork
@@ -363,6 +366,23 @@ def test_after_an_error_no_further_work_begins() -> None:
         in_parallel(work, range(1000), lambda result: None)
     # what had begun beside it has ended
     assert len(begun) == len(ended) + 1 < 500
+
+
+def test_an_error_of_parallel_work_keeps_nothing_once_it_is_dropped() -> None:
+    kept = torch.empty(1)
+    alive = weakref.ref(kept)
+
+    def work(item: int, tensor: torch.Tensor = kept) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    gc.disable()
+    try:
+        with pytest.raises(OSError, match="full") as error:
+            in_parallel(work, range(9), lambda result: None)
+        del error, work, kept
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_write_that_the_system_cuts_short_keeps_the_old_checkpoint(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 On the host every line that a call runs in the package, and every operation that it calls, raises once. The last line of
 a call is one operation that does all that is not put back; after it there is nothing left to do but return. Lines of
-the standard library raise too, after which another thread uses the buffer: no lock may be held for ever.
+the standard library raise too, after which another thread uses the buffer: no lock may be held for ever. What raises in
+the code of its threads alone may lose a `save`, which leaves the old checkpoint or the new one.
 
 On a device every launch of a call raises once before it is made, and once after; so does every operation of torch
 between them, allocations among them. The last launch of a call is its last step; those before it change nothing that is
@@ -12,6 +13,7 @@ stored or drawn from. An `extend` is one call after the other, and leaves the st
 from __future__ import annotations
 
 import _thread
+import concurrent.futures.thread
 import copy
 import faulthandler
 import gc
@@ -21,6 +23,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +37,8 @@ from unittest import mock
 
 import pytest
 import torch
-from children import in_a_child, needs_fork
+from checkpoints import read_seed, saved
+from children import forked, in_a_child, needs_fork
 from devices import host_only
 from launches import kernel_class
 from places import ENVS, STEPS, given, make, reached
@@ -66,6 +70,8 @@ on_the_host = [
     pytest.mark.skipif(not COMPILED, reason="a loop that runs as Python can be interrupted half-way"),
 ]
 PACKAGE = str(Path(gpu_replay.__file__).parent)
+# the code of the standard library's threads
+OF_THREADS = {each.__file__ for each in (threading, concurrent.futures._base, concurrent.futures.thread)}
 NOWHERE = sys.maxsize
 KINDS = ("transitions", "next_step", "same_step", "goals")
 MORE: dict[str, Any] = {
@@ -185,11 +191,16 @@ def chosen(*quick: tuple[str, str], names: Any = MORE) -> pytest.MarkDecorator:
 
 
 def places_of(
-    call: Callable[[], Any], at: int = NOWHERE, error: type[BaseException] = Interruption, *, everywhere: bool = False
+    call: Callable[[], Any],
+    at: int = NOWHERE,
+    error: type[BaseException] = Interruption,
+    *,
+    everywhere: bool = False,
+    among: Callable[[str], bool] = lambda file: True,
 ) -> int:
     """Make a call, and raise at so many places of the package; returns how many it passed.
 
-    everywhere: in all modules, those of the standard library among them.
+    everywhere: in all modules, those of the standard library among them; in those whose files are `among` these.
 
     A place is a line, before it runs, and a function that is not written in Python, before it is called: operations on
     arrays among them. Everywhere it is also the entry of a function and the return from one that is not written in
@@ -199,7 +210,7 @@ def places_of(
 
     def watched(frame: FrameType) -> bool:
         file = frame.f_code.co_filename
-        return file != __file__ if everywhere else file.startswith(PACKAGE)
+        return file != __file__ and among(file) if everywhere else file.startswith(PACKAGE)
 
     def pass_by(frame: FrameType, *what: object) -> None:
         nonlocal count
@@ -370,7 +381,37 @@ class TestHost:
 
             return interrupt_everywhere(together, [together], range)
 
-        assert in_a_child(work) > 100
+        assert in_a_child(work) > 50
+
+    @needs_fork
+    def test_an_interrupt_of_threads_themselves_leaves_the_old_checkpoint_or_the_new_one(
+        self, full: bool, tmp_path: Path
+    ) -> None:
+        path, held = tmp_path / "checkpoint", 1
+
+        def save(seed: int, at: int = NOWHERE) -> int:
+            """Save, and raise at one of the places of the threads' code; returns how many there are."""
+            with suppress(KeyboardInterrupt):
+                return places_of(
+                    lambda: saved(path, seed), at, KeyboardInterrupt, everywhere=True, among=OF_THREADS.__contains__
+                )
+            return at
+
+        saved(path, held)
+        total = in_a_child(lambda: save(1))
+        assert total > 200
+        for at in range(0, total, 1 if full else total // 12):
+            child, seed = forked(lambda at=at: save(at + 2, at)), at + 2
+            until = time.monotonic() + 3
+            while not (gone := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < until:
+                time.sleep(0.01)
+            if not gone:
+                # it waits for a lock that nobody gives back, as may be; what lies on the disk counts
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            held = read_seed(path, held, seed)
+        saved(path, 0)
+        assert read_seed(path, 0) == 0
 
     @pytest.mark.parametrize("call", ["clear", "load"])
     @chosen(*((kind, "proportional") for kind in KINDS[::2]), names=("proportional", "uniform", "rank"))
@@ -480,7 +521,7 @@ def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
 def interrupt_everywhere(
     call: Callable[[], Any], others: Iterable[Callable[[], Any]], chosen: Callable[[int], Iterable[int]]
 ) -> int:
-    """Interrupt a call at the chosen ones of its places; returns how many there are.
+    """Interrupt a call at the chosen ones of its places, but for those in the code of threads; returns their number.
 
     After each the others are made in another thread, which waits for any lock that is still held, and all threads that
     the call started must end. A process that waits for a minute ends with exit code 1.
@@ -494,12 +535,13 @@ def interrupt_everywhere(
     for _ in range(2):
         use()
         call()
-    running, total = _thread._count(), places_of(call, everywhere=True)
+    settings = {"everywhere": True, "among": lambda file: file not in OF_THREADS}
+    running, total = _thread._count(), places_of(call, **settings)
     try:
         for at in chosen(total):
             faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
             with suppress(KeyboardInterrupt):
-                places_of(call, at, KeyboardInterrupt, everywhere=True)
+                places_of(call, at, KeyboardInterrupt, **settings)
             with ThreadPoolExecutor(1) as other:
                 other.submit(use).result()
             while _thread._count() > running:

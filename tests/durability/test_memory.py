@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import tracemalloc
 import weakref
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from refusals import REFUSALS
 from transitions import SAMPLERS, STORED, fill, make
 
 from gpu_replay import CheckpointError, Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay.engines import storage
 from gpu_replay.engines.placement import Placement
 from gpu_replay.engines.storage import check_room
 
@@ -92,6 +94,22 @@ def test_memory_that_torch_keeps_of_a_dropped_buffer_is_free(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20 * 10**9)
     with pytest.raises(MemoryError, match="needs 70,000,000,000 bytes on cuda, where 63,000,000,000 are free"):
         check_room(sizes, cuda, ())
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("kind", ["transitions", *STEPS])
+def test_a_buffer_takes_what_its_refusal_says(
+    kind: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes = made(kind, sampler=SAMPLERS[name], device=device).nbytes
+    monkeypatch.setattr(storage, "free_bytes", lambda device: 0)
+    with pytest.raises(MemoryError, match="bytes on") as error:
+        made(kind, sampler=SAMPLERS[name], device=device)
+    said = re.findall(r"([\d,]+) bytes", str(error.value))
+    needed, *parts, total = [int(each.replace(",", "")) for each in said]
+    assert needed == sum(parts) == total
+    # counters and a few numbers of the sampler are left out
+    assert 0 < takes - needed < 512
 
 
 @needs_proc

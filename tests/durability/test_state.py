@@ -6,6 +6,8 @@ That a buffer goes on from a state, a copy or a checkpoint as if it never had be
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import json
 import random
@@ -167,10 +169,10 @@ def ring(sampler: Any) -> ReplayBuffer:
     return buffer
 
 
-def steps(sampler: Any) -> TrajectoryReplayBuffer:
+def steps(sampler: Any, **others: Any) -> TrajectoryReplayBuffer:
     """A ring of 11 steps of 3 environments with final observations."""
     settings: dict[str, Any] = {"stack": 3, "n_step": 2, "autoreset": "same_step", "sampler": sampler, "device": "cpu"}
-    pair = live_through(StepPair(33, 3, fields=SCRIPTED, **settings), 50, seed=1)
+    pair = live_through(StepPair(33, 3, fields=SCRIPTED, **settings | others), 50, seed=1)
     for _ in range(2):
         pair.update(pair.sample(3), [0.5, 1.5, 3.0])
     return pair.buffer
@@ -181,6 +183,8 @@ BUFFERS: dict[str, Callable[[], Any]] = {
     "rank": lambda: ring(RankBased()),
     "steps": lambda: steps(EXACT),
     "steps-uniform": lambda: steps(Uniform()),
+    "steps-rank": lambda: steps(RankBased()),
+    "steps-disabled": lambda: steps(EXACT, autoreset="disabled", final_capacity=0),
 }
 
 
@@ -205,12 +209,10 @@ def count(name: str, value: Any) -> Edit:
     return lambda state: state["counters"].update({name: value})
 
 
-# which buffer, and what is done to its state
+# which buffer, and what is done to its state: numbers that would lead out of its memory
 EDITS: dict[str, tuple[str, Edit]] = {
-    "masses all 0": ("mass", put("masses", 0)),
     "a mass below 0": ("mass", put("masses", -(2**63), 8)),
     "a mass above the limit": ("mass", put("masses", 2**62 // 11 + 1, 8)),
-    "a mass of what was forgotten": ("mass", put("masses", 1, 7)),
     "a negative count of draws": ("mass", put("times_sampled", -1, 0)),
     "FIRST after ADDED": ("mass", count("FIRST", 17)),
     "ADDED beyond all": ("mass", count("ADDED", 2**63 - 1)),
@@ -218,8 +220,6 @@ EDITS: dict[str, tuple[str, Edit]] = {
     "a code of no number": ("rank", put("masses", 2**63 - 1, 8)),
     "half a step": ("steps", count("ADDED", 1001)),
     "half a step forgotten": ("steps", count("FIRST", 1)),
-    "a mass of a step that cannot be drawn": ("steps", become("masses", lambda masses: masses.clamp(min=1))),
-    "a mark of a step that cannot be drawn": ("steps-uniform", put("marks", 1)),
     "marks that are larger": ("steps-uniform", become("marks", lambda marks: marks * 2)),
     "unknown flags": ("steps", put("streams.flags", 255, 0)),
     "steps before the first": ("steps", put("streams.depth", -5, 0)),
@@ -227,9 +227,24 @@ EDITS: dict[str, tuple[str, Edit]] = {
     "a final observation before all": ("steps", put("streams.final", -1, 0)),
     "the final observation of a step to come": ("steps", put("streams.owner", 10**9, 0)),
     "a negative mass to come": ("steps", put("streams.pending", -1, (0, 0))),
+    "steps deep in episodes": ("steps", put("streams.depth", 2**31 - 1)),
+    "final observations where none are kept": ("steps-disabled", put("streams.flags", 9, 0)),
+}
+# numbers that lie: draws mean nothing then, and stay in the memory of the buffer
+NONSENSE: dict[str, tuple[str, Edit]] = {
+    "masses all 0": ("mass", put("masses", 0)),
+    "codes all 0": ("rank", put("masses", 0)),
+    "a mass of what was forgotten": ("mass", put("masses", 1, 7)),
+    "codes of what was forgotten": ("rank", put("masses", 1)),
+    "a mass of a step that cannot be drawn": ("steps", become("masses", lambda masses: masses.clamp(min=1))),
+    "codes of steps that cannot be drawn": ("steps-rank", become("masses", lambda masses: masses.clamp(min=1))),
+    "a mark of a step that cannot be drawn": ("steps-uniform", put("marks", 1)),
     "no truncated step followed": ("steps", put("streams.flags", 2)),
     "all steps dead": ("steps", put("streams.flags", 4)),
-    "steps deep in episodes": ("steps", put("streams.depth", 2**31 - 1)),
+    "every ending kept in the same place": ("steps-uniform", put("streams.flags", 10)),
+    "all steps first ones": ("steps", put("streams.depth", 0)),
+    "all steps far from the first": ("steps-uniform", put("streams.depth", 12)),
+    "another count of final observations": ("steps", count("FINALS", 2**61)),
 }
 # what a disk cannot hold, or what has lost a part, and words of the message
 PARTS: dict[str, tuple[Edit, str]] = {
@@ -285,6 +300,22 @@ def test_an_edited_state_is_refused(name: str, tmp_path: Path) -> None:
     if name in EDITS:
         with pytest.raises(CheckpointError):
             type(buffer).load(save(state, tmp_path / "wrong"), device="cpu")
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_a_state_that_lies_is_loaded_and_every_call_stays_in_the_memory_of_the_buffer(name: str) -> None:
+    kind, edit = NONSENSE[name]
+    buffer = copy.deepcopy(made(kind))
+    state = buffer.state_dict()
+    edit(state)
+    buffer.load_state_dict(state)
+    for _ in range(40):
+        with contextlib.suppress(RuntimeError):
+            keys = buffer.sample(5).key
+            assert ((keys >= 0) & (keys < buffer.added)).all()
+            buffer.update_priorities(keys, torch.arange(5.0))
+        assert sum(len(batch.key) for batch in buffer.batches(7)) == len(buffer)
+        buffer.add(**given(buffer, 3))
 
 
 @pytest.mark.parametrize("kind", ["mass", "steps"])

@@ -106,6 +106,15 @@ def _give_run(kernels: Any) -> None:
     kernels.run, kernels.__getitem__ = run, launcher
 
 
+EMPTY = torch.empty
+
+
+def zeroed(*shape: Any, device: Any = None, **settings: Any) -> Tensor:
+    """What stands for `torch.empty`: zeros, except on the meta device, where zeros themselves are made by it."""
+    make = EMPTY if device is not None and torch.device(device).type == "meta" else torch.zeros
+    return make(*shape, device=device, **settings)
+
+
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
     """Within it buffers use the device code, and every launch is appended to the list instead of made."""
@@ -123,7 +132,7 @@ def recorded() -> Iterator[list[Launch]]:
         patch.setenv(_backend.VARIABLE, "triton")
         # nothing is filled, and what launches would have filled is looked at by operations of torch
         patch.setattr(launch, "EMPTY_STRIDED", {})
-        patch.setattr(torch, "empty", torch.zeros)
+        patch.setattr(torch, "empty", zeroed)
         use_sizes_of_a_gpu(patch)
         yield launches
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 from kernel_cases import GOALS, made
-from launches import kernel_class, recorded, rows_of
+from launches import kernel_class, recorded, rows_of, zeroed
 from places import pinned_on_the_cpu
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -280,7 +280,7 @@ def seen_by(watch: Watch) -> Iterator[None]:
         for engine in (TrajectoryDeviceEngine, DeviceEngine):
             patch.setattr(engine, "count_at_least", lambda self, wanted: wanted)
         # nor do they fill anything
-        patch.setattr(torch, "empty", torch.zeros)
+        patch.setattr(torch, "empty", zeroed)
         yield
 
 
