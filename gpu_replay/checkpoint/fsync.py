@@ -14,7 +14,7 @@ from typing import IO, Any
 from gpu_replay.errors import CheckpointError
 
 
-def replace(path: Path, write: Callable[[Path], object], *, partial: Path | None = None) -> Path:
+def replace_file(path: Path, write: Callable[[Path], object], *, partial: Path | None = None) -> Path:
     """Let `write` make a file next to `path`, move it there, and return `path`; a reader never sees half of it.
 
     partial: where it is made; by default a hidden file with the suffix of `path`. What is there is removed first, so

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpu_replay.checkpoint.fsync import replace, sync_file, sync_folder
+from gpu_replay.checkpoint.fsync import replace_file, sync_file, sync_folder
 from gpu_replay.checkpoint.shards import DTYPE_NAMES, DTYPES, SHARD_NAME, Part, Shard
 from gpu_replay.errors import CheckpointError
 
@@ -53,7 +53,7 @@ def write_manifest(folder: Path, given: Mapping[str, Any], shards: Sequence[Shar
             json.dump(outer, out, indent=1)
             sync_file(out)
 
-    replace(folder / MANIFEST, write, partial=folder / UNFINISHED_MANIFEST)
+    replace_file(folder / MANIFEST, write, partial=folder / UNFINISHED_MANIFEST)
     sync_folder(folder)
 
 

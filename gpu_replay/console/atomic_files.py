@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpu_replay.checkpoint.fsync import replace
+from gpu_replay.checkpoint.fsync import replace_file
 
-__all__ = ["replace", "write_text"]
+__all__ = ["replace_file", "write_text"]
 
 
 def write_text(path: Path, text: str) -> Path:
     """Write a text file atomically; returns `path`."""
-    return replace(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+    return replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))

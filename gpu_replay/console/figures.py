@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_replay.console.atomic_files import replace
+from gpu_replay.console.atomic_files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,4 +25,4 @@ def panels(rows: int, columns: int, width: float, height: float, **shared: Any) 
 
 def save(figure: Figure, path: Path) -> Path:
     """Write the figure as a PNG and return the path."""
-    return replace(path, lambda partial: figure.savefig(partial, format="png", metadata={"Software": None}))
+    return replace_file(path, lambda partial: figure.savefig(partial, format="png", metadata={"Software": None}))

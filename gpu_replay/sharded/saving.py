@@ -20,7 +20,7 @@ from os import PathLike
 from pathlib import Path
 
 from gpu_replay.base.buffer import Buffer
-from gpu_replay.checkpoint.fsync import replace, save_lock, sync_file, sync_folder
+from gpu_replay.checkpoint.fsync import replace_file, save_lock, sync_file, sync_folder
 from gpu_replay.checkpoint.manifest import MANIFEST, RANKS, check_version, read_manifest
 from gpu_replay.checkpoint.opened import BufferCheckpoint
 from gpu_replay.errors import CheckpointError
@@ -111,7 +111,7 @@ def _put_in_force(target: Path, folder: Path, parts: list[str]) -> None:
             json.dump({"version": VERSION, "folder": folder.name, "parts": parts}, out, indent=1)
             sync_file(out)
 
-    replace(target / RANKS, write, partial=folder / RANKS)
+    replace_file(target / RANKS, write, partial=folder / RANKS)
     sync_folder(target)
 
 

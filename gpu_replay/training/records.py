@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpu_replay import CheckpointError, TrajectoryReplayBuffer
-from gpu_replay.checkpoint.fsync import replace, save_lock
+from gpu_replay.checkpoint.fsync import replace_file, save_lock
 from gpu_replay.console import figures
 from gpu_replay.console.atomic_files import write_text
 from gpu_replay.console.errors import UserError
@@ -128,7 +128,7 @@ class Recorder:
         self._folder, self._spec, self._settings = folder, spec, settings
         self._title = f"{spec.name}, seed {seed}"
         self._threshold = spec.reward_threshold if settings.stop_at is None else settings.stop_at
-        replace(folder / PROGRESS, partial(_write, rows=self.rows, mode="w"))
+        replace_file(folder / PROGRESS, partial(_write, rows=self.rows, mode="w"))
         self._events = _summary_writer(folder, int(self.rows[-1]["step"]) + 1 if self.rows else 0)
         self._bar = progress_bar(settings.steps, unit="step", initial=min(step, settings.steps))
         self._drawn = time.perf_counter()
@@ -189,7 +189,7 @@ class Recorder:
             "features": CHANNELS_LAST,
         }
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-        replace(self._folder / NETWORK, lambda path: path.write_bytes(save(weights, metadata)))
+        replace_file(self._folder / NETWORK, lambda path: path.write_bytes(save(weights, metadata)))
 
     def draw(self) -> None:
         """Write the learning curve so far."""
@@ -198,7 +198,7 @@ class Recorder:
 
     def draw_buffer(self, buffer: TrajectoryReplayBuffer) -> None:
         """Plot the replay buffer to a file."""
-        replace(self._folder / BUFFER, buffer.plot)
+        replace_file(self._folder / BUFFER, buffer.plot)
 
 
 def read_json(path: Path) -> dict[str, Any]:
