@@ -40,8 +40,8 @@ from gpu_replay import (
 )
 from gpu_replay.console.markdown import table
 from gpu_replay.console.versions import versions
-from gpu_replay.engines import pinned_memory
-from gpu_replay.graphs.cuda_graph import CaptureError, CudaGraphCall
+from gpu_replay.engines import memory
+from gpu_replay.graphs.capture import CaptureError, CudaGraphCall
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops import launch as launches
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
@@ -256,10 +256,10 @@ def pinned() -> str:
     ring = ReplayBuffer(SIZES["slots"], {"obs": Field((7056,), torch.uint8)}, device=GPU, storage_device="cpu")
     ring.add(obs=torch.zeros((SIZES["slots"], 7056), dtype=torch.uint8))
     nanoseconds = cuda_clock(lambda: ring.sample(SIZES["batch"]), lambda: None, SIZES["calls"])
-    block = pinned_memory.pinned_block(2**20, GPU, StreamOrder(GPU).drain)
+    block = memory.pinned_block(2**20, GPU, StreamOrder(GPU).drain)
     # pinned already
     refused = int(torch.cuda.cudart().cudaHostRegister(block.ctypes.data, block.nbytes, 0))
-    pinned_memory._forget_error()
+    memory._forget_error()
     torch.zeros(1, device=GPU).add_(1).item()
     speed = SIZES["batch"] * 7056 / np.median(nanoseconds)
     return f"{speed:.1f} GB/s of rows; to pin twice gives {refused}, and harms nothing"

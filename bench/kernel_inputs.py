@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay import ReplayBuffer, TrajectoryReplayBuffer, Uniform
-from gpu_replay.ops.mass import UNIT
+from gpu_replay.ops.masses import UNIT
 from gpu_replay.ops.ranks import cumulative_masses
 
 from . import subjects

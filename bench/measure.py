@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.console.progress import Progress
-from gpu_replay.graphs.cuda_graph import CaptureError, CudaGraphCall
+from gpu_replay.graphs.capture import CaptureError, CudaGraphCall
 
 from . import subjects
 from .operations import Case

@@ -68,7 +68,7 @@ DECISIONS = {
     "the scan": Decision("kernels", _scans, 1.03, "take torch.cumsum, or one launch with a look-back"),
     "32 draws a program": Decision("kernels", [(BUSY_DRAWS, OURS, "")], 14.6, "try 64 and 128"),
     "32 draws a program of few": Decision("kernels", [(FEW_DRAWS, OURS, "")], 6.0, "take fewer for small batches"),
-    "frames": Decision("kernels", _frames, 1.0, "choose the tiles of the slower batches anew (ops/frame_tiles.py)"),
+    "frames": Decision("kernels", _frames, 1.0, "choose the tiles of the slower batches anew (ops/windows.py)"),
     "direct launches": Decision("host", _calls, 1.0, "launch with Triton's own launcher alone"),
     "32,768 rows of 3.7 kB": Decision("gpu", _wide, 80.0, "choose the tile of wide rows anew (ops/ring.py)"),
 }

@@ -15,7 +15,7 @@ from gpu_replay.base.refusals import hint_from_spaces
 from gpu_replay.batch import Batch
 from gpu_replay.engines.device import DeviceEngine
 from gpu_replay.engines.host import HostEngine
-from gpu_replay.engines.placement import StoragePath
+from gpu_replay.engines.memory import StoragePath
 from gpu_replay.engines.storage import UNIFORM, check_capacity
 from gpu_replay.fields import Field, check_fields, check_names, flattened
 from gpu_replay.samplers import Sampler

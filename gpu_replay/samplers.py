@@ -26,8 +26,7 @@ from gpu_replay.ops.draw import (
     targets_in,
     weights_of,
 )
-from gpu_replay.ops.mass import MassRule, OrderRule, Rule
-from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.masses import MassRule, MassTree, OrderRule, Rule
 from gpu_replay.ops.ranks import RankedRows
 from gpu_replay.stats import (
     Distribution,
@@ -111,7 +110,7 @@ class HostState(Protocol):
     counters: np.ndarray
     # the eligible starts; None where all stored slots can be drawn
     starts: MassTree | None
-    # by priority, where there are any: `loops.tree.draw` of the tree of masses, or `HostRanks.draw_ranks`
+    # by priority, where there are any: `loops.masses.draw` of the tree of masses, or `HostRanks.draw_ranks`
     draw_by_mass: Callable[..., int]
     draw_by_rank: Callable[..., RankedRows]
     # whether a sampler of one's own was asked for the chances of all places

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.ops.mass import UNIT, MassRule, Rule
+from gpu_replay.ops.masses import UNIT, MassRule, Rule
 from gpu_replay.ops.ranks import cumulative_masses
 
 # masses converted together, so that a large buffer is not copied to float64 at once

@@ -22,7 +22,7 @@ from gpu_replay.base.steps import StepInput, objects
 from gpu_replay.batch import Batch
 from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
-from gpu_replay.engines.placement import MakeMemory, StoragePath
+from gpu_replay.engines.memory import MakeMemory, StoragePath
 from gpu_replay.engines.storage import UNIFORM
 from gpu_replay.engines.trajectory_storage import (
     REWARD,

@@ -4,10 +4,9 @@ import triton
 import triton.language as tl
 
 from .constants import ADDED, FIRST, LOWEST, NO_MASS, RANDOM, SEED
-from .division import divided, remainder
-from .random import floor_of_product, permuted_rank, words_at
+from .masses import descend, from_oldest, mass_before, newest_eligible, total_of
+from .random import divided, floor_of_product, permuted_rank, remainder, words_at
 from .ranks import rank_at
-from .tree import descend, from_oldest, mass_before, newest_eligible, total_of
 
 
 @triton.jit

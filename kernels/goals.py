@@ -34,7 +34,7 @@ def choose_goals_kernel(
     every access is in bounds.
 
     drawn:   slots of the batch.
-    streams: flags, depth, episode_length, clipped_length and final of `ops.eligibility.Streams`.
+    streams: flags, depth, episode_length, clipped_length and final of `ops.steps.Streams`.
     outputs: rows, known, slots and, where final observations are kept, their rows.
     """
     flags_ptr, depth_ptr, episode_length_ptr, clipped_length_ptr, final_ptr = streams

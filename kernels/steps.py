@@ -25,8 +25,8 @@ from .constants import (
     TRUNCATED,
     last_of,
 )
-from .division import remainder
-from .priorities import initial_mass, mass_of, raise_max_mass
+from .masses import initial_mass, mass_of, raise_max_mass
+from .random import remainder
 from .ring import programs_of, tile_at, write_rows
 
 
@@ -253,7 +253,7 @@ def add_step_kernel(
     pools, final_inputs: of final observations, where some came with the step; FINAL_LAYOUT is that of these.
     tree:     levels and rule of the masses, as in `add_kernel`; without masses those of eligible starts.
     eligible: levels of the tree of eligible starts beside one of masses, or ().
-    streams:  flags, depth, open_masses, final, owner, episode_length and clipped_length of `ops.eligibility.Streams`.
+    streams:  flags, depth, open_masses, final, owner, episode_length and clipped_length of `ops.steps.Streams`.
     ends:     terminated and truncated of each environment.
     priority: of each environment, or ().
     per_...:  reciprocals for `remainder`.

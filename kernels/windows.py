@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 from .constants import CUT, DEAD, FINAL, TARGET, TERMINATED, TRUNCATED
-from .ring import as_sampled, gather_rows, slot_of
-from .weights import count_sample
+from .ring import as_sampled, count_sample, gather_rows, slot_of
 
 
 @triton.jit

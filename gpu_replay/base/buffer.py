@@ -24,11 +24,10 @@ from gpu_replay.fields import flattened
 from gpu_replay.graphs import never_traced as never_traced
 from gpu_replay.graphs import outside as outside
 from gpu_replay.graphs import untraced
-from gpu_replay.graphs.cuda_graph import WARM_UPS
-from gpu_replay.graphs.learning_step import Learn, LearningStep
+from gpu_replay.graphs.capture import WARM_UPS, Learn, LearningStep
 from gpu_replay.graphs.stream_order import Recorded
 from gpu_replay.ops.counters import Counter, HostWords
-from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.masses import MassTree
 from gpu_replay.stats import Distribution, Stats
 
 

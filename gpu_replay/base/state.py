@@ -16,13 +16,20 @@ from torch import Tensor
 
 from gpu_replay.base.refusals import HALF_LOADED, Refusing, class_only, refuse_for_spawned, refuse_in_forks
 from gpu_replay.checkpoint import state as checkpoint_state
-from gpu_replay.checkpoint.config import check_described, config_of, describe_sampler
-from gpu_replay.checkpoint.opened import NO_SETTINGS, BufferCheckpoint
-from gpu_replay.engines.device_sampler import DeviceSampler
-from gpu_replay.engines.host_sampler import HostSampler
-from gpu_replay.engines.placement import MakeMemory, StoragePath, check_placement
-from gpu_replay.engines.sampler_state import META, SamplerState, sizes_of
-from gpu_replay.engines.saved_state import SPECIFIC, StateLayout, change_kind, check_state, turned
+from gpu_replay.checkpoint.state import NO_SETTINGS, BufferCheckpoint, check_described, config_of, describe_sampler
+from gpu_replay.engines.device import DeviceSampler
+from gpu_replay.engines.host import HostSampler
+from gpu_replay.engines.memory import MakeMemory, StoragePath, check_placement
+from gpu_replay.engines.state import (
+    META,
+    SPECIFIC,
+    SamplerState,
+    StateLayout,
+    change_kind,
+    check_state,
+    sizes_of,
+    turned,
+)
 from gpu_replay.engines.storage import Storage, check_device, check_room, free_bytes
 from gpu_replay.fields import Field
 from gpu_replay.graphs import never_traced
@@ -30,7 +37,7 @@ from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops._backend import choose
 from gpu_replay.ops.advice import warn_of_python
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.eligibility import StreamShape
+from gpu_replay.ops.steps import StreamShape
 from gpu_replay.samplers import Sampler, check_sampler
 from gpu_replay.validation import check_int
 

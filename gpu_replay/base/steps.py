@@ -12,7 +12,7 @@ from torch import Tensor
 from gpu_replay import validation
 from gpu_replay.engines.trajectory_storage import StreamSettings
 from gpu_replay.fields import DICTIONARIES, TORCH_OF, Field, check_names, flattened, has_items
-from gpu_replay.ops.eligibility import GivenFinals
+from gpu_replay.ops.steps import GivenFinals
 
 
 def is_objects(value: Any) -> bool:

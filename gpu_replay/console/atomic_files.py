@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpu_replay.checkpoint.fsync import replace_file
+from gpu_replay.checkpoint.files import replace_file
 
 __all__ = ["replace_file", "write_text"]
 

@@ -17,14 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.checkpoint.config import field_from, sampler_from
 from gpu_replay.checkpoint.format import Checkpoint
-from gpu_replay.checkpoint.opened import BufferCheckpoint
 from gpu_replay.checkpoint.shards import Part
-from gpu_replay.checkpoint.state import BufferState
+from gpu_replay.checkpoint.state import BufferCheckpoint, BufferState, field_from, sampler_from
 from gpu_replay.errors import CheckpointError
 from gpu_replay.fields import Field
-from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.masses import MassRule
 from gpu_replay.ops.ranks import cumulative_masses
 from gpu_replay.stats import chance_distribution
 from gpu_replay.validation import check_path

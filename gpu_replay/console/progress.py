@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from gpu_replay.checkpoint.progress import progress_bar
+from gpu_replay.checkpoint.files import progress_bar
 from gpu_replay.loops import compiling
 
 __all__ = ["Progress", "progress_bar", "telling_of_compiling"]

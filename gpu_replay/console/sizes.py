@@ -12,8 +12,8 @@ import torch
 from gpu_replay import Combined, Field, Proportional
 from gpu_replay.console.arguments import positive, whole
 from gpu_replay.console.errors import UserError
-from gpu_replay.engines.placement import check_placement
-from gpu_replay.engines.sampler_state import META, sizes_of
+from gpu_replay.engines.memory import check_placement
+from gpu_replay.engines.state import META, sizes_of
 from gpu_replay.engines.storage import Storage, check_capacity, check_device, size_table, sizes_by_place
 from gpu_replay.engines.trajectory_storage import stream_sizes
 from gpu_replay.fields import STORABLE, check_fields

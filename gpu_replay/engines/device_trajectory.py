@@ -13,12 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.device_sampler import DeviceSampler, Sample
+from gpu_replay.engines.device import DeviceSampler, Sample
 from gpu_replay.engines.storage import check_live
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.fields import Field
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.eligibility import (
+from gpu_replay.ops.hindsight import gather_goals, goal_blocks, goal_sums, make_choose_goals, put_goals
+from gpu_replay.ops.launch import allocator, per_arguments
+from gpu_replay.ops.ring import Finish, Gather, make_gather
+from gpu_replay.ops.steps import (
     Flag,
     GivenFinals,
     endings,
@@ -26,11 +29,7 @@ from gpu_replay.ops.eligibility import (
     powers_of,
     warn_of_flaw,
 )
-from gpu_replay.ops.frames import make_gather_windows
-from gpu_replay.ops.hindsight import gather_goals, goal_blocks, goal_sums, make_choose_goals, put_goals
-from gpu_replay.ops.launch import allocator, per_arguments
-from gpu_replay.ops.ring import make_gather
-from gpu_replay.ops.weights import Finish, Gather
+from gpu_replay.ops.windows import make_gather_windows
 from gpu_replay.validation import as_tensor
 
 if TYPE_CHECKING:

@@ -11,20 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.host_sampler import HostSampler
+from gpu_replay.engines.host import HostSampler
 from gpu_replay.engines.storage import check_live
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.fields import as_numpy
 from gpu_replay.loops import windows as window_loops
 from gpu_replay.loops.goals import choose_goals
-from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import PERMUTATION_WORDS, permuted_ranks
-from gpu_replay.ops.eligibility import Flag, GivenFinals, endings, powers_of
-from gpu_replay.ops.frames import FrameStore, gather_stacks
 from gpu_replay.ops.hindsight import GoalRows, Strategy, gather_goals, goal_sums, goal_words, put_goals
-from gpu_replay.ops.ring import as_sampled, parts_of, put
-from gpu_replay.ops.steps import NONE_KEPT, HostSteps
+from gpu_replay.ops.ring import BatchMemory, as_sampled, parts_of, put
+from gpu_replay.ops.steps import NONE_KEPT, Flag, GivenFinals, HostSteps, endings, powers_of
+from gpu_replay.ops.windows import FrameStore, gather_stacks
 
 if TYPE_CHECKING:
     from gpu_replay.hindsight import Hindsight

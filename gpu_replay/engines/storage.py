@@ -17,12 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.mapped_file import free_on_disk
-from gpu_replay.engines.placement import MakeMemory, Placement
-from gpu_replay.engines.read_ahead import ReadAhead
+from gpu_replay.engines.memory import MakeMemory, Placement, ReadAhead, free_on_disk
 from gpu_replay.fields import Field, as_numpy
 from gpu_replay.ops._backend import choose
-from gpu_replay.ops.eligibility import Streams
+from gpu_replay.ops.steps import Streams
 from gpu_replay.samplers import Uniform
 from gpu_replay.validation import check_int
 
@@ -219,7 +217,7 @@ class Storage:
     streams: Streams | None = None
 
     def waiting_arrays(self) -> tuple[np.ndarray, ...]:
-        """What tells `loops/tree.py` where masses wait until their step can be drawn; empty for transitions."""
+        """What tells `loops/masses.py` where masses wait until their step can be drawn; empty for transitions."""
         return tuple([np.zeros(0, dtype=dtype) for dtype in (np.int64, np.uint8, np.int32, np.int64)])
 
     def waiting_masses(self, keys: Tensor, first: int, added: int) -> Tensor | None:

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.placement import MakeMemory
-from gpu_replay.engines.sampler_state import META, sizes_of
+from gpu_replay.engines.memory import MakeMemory
+from gpu_replay.engines.state import META, sizes_of
 from gpu_replay.engines.storage import Storage, check_capacity
 from gpu_replay.fields import Field, check_fields
 from gpu_replay.hindsight import Hindsight, check_relabel
 from gpu_replay.ops._backend import Backend
-from gpu_replay.ops.eligibility import Streams, StreamShape
+from gpu_replay.ops.steps import Streams, StreamShape
 from gpu_replay.samplers import Sampler, Sequences
 from gpu_replay.validation import check_bool, check_choice, check_float, check_int
 
@@ -198,7 +198,7 @@ class TrajectoryStorage(Storage):
         return self.streams.views(written) | {f"final.{name}": tensor for name, tensor in self.finals.items()}
 
     def waiting_arrays(self) -> tuple[np.ndarray, ...]:
-        """What tells `loops/tree.py` where masses wait until their step can be drawn."""
+        """What tells `loops/masses.py` where masses wait until their step can be drawn."""
         shape, streams = self.streams.shape, self.streams
         rows = shape.n_step, shape.ahead, shape.strict, shape.stride
         settings = np.array([shape.num_envs, shape.stack, shape.next_step, *rows], dtype=np.int64)

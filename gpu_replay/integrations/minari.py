@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from gpu_replay import TrajectoryReplayBuffer
 from gpu_replay.integrations.streams import library
-from gpu_replay.ops.eligibility import Flag
+from gpu_replay.ops.steps import Flag
 from gpu_replay.spaces import step_fields
 
 with library(__name__):

@@ -25,7 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # Numba's own, which tells it not to compile
 VARIABLE = "NUMBA_DISABLE_JIT"
 # all files with loops: the digest covers all of them, even those that a process does not use
-_FILES = ("constants", "goals", "random", "ranks", "ring", "steps", "tree", "windows")
+_FILES = ("constants", "goals", "masses", "random", "ranks", "ring", "steps", "windows")
 _NOTE = "gpu_replay compiles its loops for this machine, once, in about half a minute; later runs find them compiled."
 
 _inner: set[Callable[..., Any]] = set()

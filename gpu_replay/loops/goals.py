@@ -22,7 +22,7 @@ def choose_goals(
 ):  # fmt: skip
     """Choose the goals of (K,) rows of a batch.
 
-    flags to final: of the ring, as in `ops.eligibility.Streams`. oldest, newest: steps that are stored.
+    flags to final: of the ring, as in `ops.steps.Streams`. oldest, newest: steps that are stored.
     sums: of the masses of goals at most so many steps ahead, for "geometric"; else empty.
     last, episode: the strategies; else "future" or "geometric". slots: (B,) of the batch. doubles: (K,) in [0, 1).
     known:   (K,) bool, false where the observation after the row's own step is not stored.

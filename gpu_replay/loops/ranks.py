@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from gpu_replay.loops.compiling import inner, loop
-from gpu_replay.loops.tree import spread
+from gpu_replay.loops.masses import spread
 
 # how many slots have a rank; how many blocks are in order, the first of all; the next key when the order was brought up
 # to date, or -1 where it must be made anew; how many of the newest slots were left out then

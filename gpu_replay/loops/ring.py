@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from gpu_replay.loops.compiling import loop
 from gpu_replay.loops.constants import Counter
-from gpu_replay.loops.tree import highest_of, mark_changed, sum_above
+from gpu_replay.loops.masses import highest_of, mark_changed, sum_above
 
 _ADDED, _RANDOM, _STEP = Counter.ADDED, Counter.RANDOM, Counter.STEP
 _MAX_MASS, _SATURATED = Counter.MAX_MASS, Counter.SATURATED

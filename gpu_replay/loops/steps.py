@@ -12,8 +12,8 @@ import numpy as np
 
 from gpu_replay.loops.compiling import inner, loop
 from gpu_replay.loops.constants import Counter, Flag
+from gpu_replay.loops.masses import highest_of, sum_above
 from gpu_replay.loops.ring import LARGEST_EVER, LARGEST_STORED
-from gpu_replay.loops.tree import highest_of, sum_above
 
 _ADDED, _FIRST, _FINALS, _ELIGIBLE = Counter.ADDED, Counter.FIRST, Counter.FINALS, Counter.ELIGIBLE
 _NONFINITE, _TERMINALS, _LOST_TERMINALS = Counter.NONFINITE, Counter.TERMINALS, Counter.LOST_TERMINALS
@@ -121,7 +121,7 @@ def add_steps(
                observations of terminated episodes are kept apart; steps of a sequence, 0 where rows are single steps,
                whether all lie in one episode, and its stride; and whether steps with a flawed ending are refused,
                before anything changes.
-    flags to clipped_length: as in `ops.eligibility.Streams`, flat; the last two are empty without hindsight.
+    flags to clipped_length: as in `ops.steps.Streams`, flat; the last two are empty without hindsight.
     rewards, times_sampled: (slots,) of the ring.
     flat, starts, changed_slots: a tree of masses, or of ones without masses.
     ones, one_starts: a second tree, of ones, or empty.

@@ -58,7 +58,7 @@ def windows(
 ):  # fmt: skip
     """The windows of (B,) stored steps.
 
-    flags, depth, final: as in `ops.eligibility.Streams`. rewards: (slots,) of the ring. powers: of gamma.
+    flags, depth, final: as in `ops.steps.Streams`. rewards: (slots,) of the ring. powers: of gamma.
     zero:      whether stacks are padded with zeros.
     frame_slots: (2 * B, S), the stacks before the windows first.
     reward, discount: (B,) float32. terminated, truncated: (B,) bool, how the windows ended.

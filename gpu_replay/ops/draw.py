@@ -25,11 +25,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from gpu_replay.loops import masses as tree_loops
 from gpu_replay.loops import random as random_loops
-from gpu_replay.loops import tree as tree_loops
 from gpu_replay.ops.counters import Counter, blocks_for
 from gpu_replay.ops.launch import Launch, per_program, reciprocal
-from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.masses import MassTree
 
 
 class DrawRange(NamedTuple):

@@ -21,9 +21,9 @@ from torch import Tensor
 from gpu_replay.fields import Field
 from gpu_replay.ops.counters import blocks_for
 from gpu_replay.ops.draw import PERMUTATION_WORDS
-from gpu_replay.ops.eligibility import Streams, powers_of
 from gpu_replay.ops.launch import Launch, per_program
 from gpu_replay.ops.ring import convert
+from gpu_replay.ops.steps import Streams, powers_of
 
 Strategy = Literal["future", "geometric", "final", "episode"]
 # a double times the sum of all masses is exact to one of them

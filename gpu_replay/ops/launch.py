@@ -50,7 +50,7 @@ def per_program(gpu: int, count: int, interpreted: bool, most: int = 1024) -> in
 
 
 def reciprocal(divisor: int) -> int:
-    """The reciprocal by which kernels divide: see `kernels/division.py`."""
+    """The reciprocal by which kernels divide: see `kernels/random.py`."""
     return (2**63 - 1) // divisor
 
 

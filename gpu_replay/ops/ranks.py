@@ -1,7 +1,12 @@
-"""Draws by rank: the masses of ranks, and on the host the order of a buffer's slots, exact at every draw.
+"""Draws by rank: the masses of ranks, and the order of a buffer's slots, exact at every draw.
 
-The masses are integers that fall as 1 / rank ** alpha, made once, so that host and device draw from the same. The order
-is sorted once and then brought up to date with what has changed, as `loops/ranks.py` says.
+The masses are integers that fall as 1 / rank ** alpha, made once, so that host and device draw from the same.
+
+The host sorts once and then brings its order up to date with what has changed, as `loops/ranks.py` says. A device sorts
+at every draw: the order codes of all slots are arranged by the age of their keys and sorted, the largest first. The
+sort is stable, so that equal codes keep the smaller key first; slots that cannot be drawn have code 0 and come last.
+Nothing here waits for the device, and a CUDA graph can capture all of it. During a sort it needs up to 40 bytes a slot
+of extra memory: the arranged codes, the sorted codes, and as much again for PyTorch's radix sort.
 
 Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
 """
@@ -12,9 +17,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from gpu_replay.loops import ranks as loops
 from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.masses import MassTree
+from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 
 # the total of all ranks stays below 2**62, and a mass is a whole float64
 _TOTAL_BITS = 61
@@ -105,7 +114,7 @@ class HostRanks:
     """The rank order of one buffer on the host, and draws from it.
 
     leaves: (slots,) int64 order codes, 0 for slots that cannot be drawn. counters: of the buffer.
-    changed_slots: where `loops/tree.py` records which codes have changed; which keys have, the counters say.
+    changed_slots: where `loops/masses.py` records which codes have changed; which keys have, the counters say.
     """
 
     def __init__(self, leaves: np.ndarray, counters: np.ndarray, alpha: float) -> None:
@@ -187,3 +196,59 @@ class HostRanks:
         fences[: firsts.size] = self._leaves[firsts]
         fence_keys[: firsts.size] = added - 1 - (added - 1 - firsts) % self._leaves.size
         counts[loops.RANKED], counts[loops.BLOCKS] = count, blocks
+
+
+class RankList(NamedTuple):
+    """All eligible slots in rank order.
+
+    ages:   (capacity,) int64 ages of the keys in order of their ranks, 0 for the oldest slot of the ring.
+    listed: (1,) int64, how many of them can be drawn: the first.
+    """
+
+    ages: Tensor
+    listed: Tensor
+
+
+class DeviceRanks:
+    """The masses of ranks and the list of a buffer, and whether the next `sample` must sort it anew.
+
+    counters: of the buffer.
+    sums:     the masses of the ranks up to each, (slots,) int64 on the device, where somebody has made them already.
+    """
+
+    def __init__(self, slots: int, alpha: float, counters: Tensor, sums: Tensor | None = None) -> None:
+        if sums is None:
+            sums = inclusive_prefix_sum(torch.from_numpy(rank_masses(slots, alpha)).to(counters.device))
+        self.sums = sums
+        self._counters = counters
+        ages = torch.zeros(sums.numel(), dtype=torch.int64, device=counters.device)
+        self._list = RankList(ages, torch.zeros(1, dtype=torch.int64, device=counters.device))
+        # whether the list is that of this moment, as far as the host knows, and whether a graph may have changed that
+        self._current = self._unsure = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of table and list."""
+        return self.sums.nbytes + self._list.ages.nbytes + self._list.listed.nbytes
+
+    def changed(self, capturing: bool) -> None:
+        """Transitions were added, updated, cleared or restored."""
+        self._unsure |= capturing
+        self._current = False
+
+    def current(self, tree: MassTree, capturing: bool) -> RankList:
+        """The list to draw from now; sorted anew unless nothing has changed since it was made."""
+        if capturing or self._unsure or not self._current:
+            self._sort(tree)
+            # one that is captured is made by the replays
+            self._current |= not capturing
+        return self._list
+
+    def _sort(self, tree: MassTree) -> None:
+        oldest, ages = self._counters[Counter.ADDED], torch.arange(tree.slots, device=self._counters.device)
+        # by age, so that among equal codes the smaller key comes first
+        codes = tree.masses[ages.add_(oldest).remainder_(tree.slots)]
+        del ages
+        # code 0 comes after all that can be drawn
+        self._list.listed.copy_((codes > 0).sum())
+        torch.sort(codes, descending=True, stable=True, out=(torch.empty_like(codes), self._list.ages))

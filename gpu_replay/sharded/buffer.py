@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from os import PathLike
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,18 +18,46 @@ from gpu_replay.base.buffer import Buffer
 from gpu_replay.base.refusals import class_only
 from gpu_replay.batch import Batch
 from gpu_replay.buffer import ReplayBuffer
-from gpu_replay.checkpoint.config import config_of
-from gpu_replay.checkpoint.manifest import read_manifest
-from gpu_replay.checkpoint.opened import BufferCheckpoint
-from gpu_replay.engines.host_sampler import HostSampler
+from gpu_replay.checkpoint.format import read_manifest
+from gpu_replay.checkpoint.state import BufferCheckpoint, config_of
+from gpu_replay.engines.host import HostSampler
 from gpu_replay.errors import CheckpointError
 from gpu_replay.ops.counters import Counter
 from gpu_replay.sharded import saving
 from gpu_replay.sharded.group import MAKING, NUMBERS, CollectiveError, Contribution, Group
-from gpu_replay.sharded.statistics import combined
 from gpu_replay.sharded.weights import correct, exponent_of, log_scale_of, size_of
 from gpu_replay.stats import Stats
 from gpu_replay.trajectory_buffer import TrajectoryReplayBuffer
+
+_NAMES = [field.name for field in fields(Stats)]
+# all that are no floats but the ages and times
+_COUNTS = tuple(field.name for field in fields(Stats) if field.type == "int" and not field.name.startswith("max_"))
+
+
+def combined(ranks: Sequence[dict[str, Any]]) -> Stats:
+    """The statistics of all ranks' buffers; ranks: those of each, and the `total` of its masses or of its rows.
+
+    The distribution over all rows is a mixture of the buffers' distributions, each with its share s of all masses: its
+    entropy is sum s (entropy - log s), and its effective sample size 1 / sum (s ** 2 / effective sample size of one).
+    """
+    counts = {name: sum(each[name] for each in ranks) for name in _COUNTS}
+    drawable = [each for each in ranks if each["eligible"]]
+    found = {**dict.fromkeys(_NAMES, 0), **dict.fromkeys(("min_priority", "mean_priority", "max_priority"), math.nan)}
+    if counts["size"]:
+        sizes = np.array([each["size"] for each in ranks]) / counts["size"]
+        for name in ("mean_age", "mean_times_sampled"):
+            found[name] = float((sizes * [each[name] for each in ranks]).sum())
+        for name in ("max_age", "max_times_sampled"):
+            found[name] = max(each[name] for each in ranks)
+    if drawable:
+        of = {name: np.array([each[name] for each in drawable], dtype=np.float64) for name in [*_NAMES, "total"]}
+        shares, rows = of["total"] / of["total"].sum(), of["eligible"] / of["eligible"].sum()
+        found["min_priority"], found["max_priority"] = float(of["min_priority"].min()), float(of["max_priority"].max())
+        found["mean_priority"] = float((rows * of["mean_priority"]).sum())
+        found["entropy"] = float((shares * (of["entropy"] - np.log(shares))).sum())
+        found["effective_sample_size"] = float(1 / (shares**2 / of["effective_sample_size"]).sum())
+    return Stats(**found | counts)
+
 
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (ReplayBuffer, TrajectoryReplayBuffer)}
 # what each rank may have its own of

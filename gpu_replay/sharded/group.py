@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpu_replay.base.refusals import refuse_in_forks
-from gpu_replay.checkpoint.config import difference
+from gpu_replay.checkpoint.state import difference
 from gpu_replay.engines.storage import check_device
 from gpu_replay.validation import check_float
 

@@ -25,9 +25,8 @@ from typing import Any
 from torch import Tensor
 
 from gpu_replay import CheckpointError, TrajectoryReplayBuffer
-from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
-from gpu_replay.checkpoint.fsync import sync_folder
-from gpu_replay.checkpoint.manifest import MANIFEST, check_version
+from gpu_replay.checkpoint.files import sync_folder
+from gpu_replay.checkpoint.format import MANIFEST, check_version, read_checkpoint, write_checkpoint
 from gpu_replay.training.team import Team
 
 VERSION = 4

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpu_replay import CheckpointError, TrajectoryReplayBuffer
-from gpu_replay.checkpoint.fsync import replace_file, save_lock
+from gpu_replay.checkpoint.files import replace_file, save_lock
 from gpu_replay.console import figures
 from gpu_replay.console.atomic_files import write_text
 from gpu_replay.console.errors import UserError

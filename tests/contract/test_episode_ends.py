@@ -16,7 +16,7 @@ from devices import device_fixture as device_fixture
 from devices import on_device
 
 from gpu_replay import Field, TrajectoryReplayBuffer
-from gpu_replay.ops.eligibility import Flag
+from gpu_replay.ops.steps import Flag
 
 gymnasium = pytest.importorskip("gymnasium")
 

@@ -26,9 +26,8 @@ from children import in_a_child, needs_fork
 from torch import Tensor
 
 from gpu_replay import CheckpointError
-from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
-from gpu_replay.checkpoint.fsync import save_lock
-from gpu_replay.checkpoint.manifest import files_in_force
+from gpu_replay.checkpoint.files import save_lock
+from gpu_replay.checkpoint.format import files_in_force, read_checkpoint, write_checkpoint
 from gpu_replay.checkpoint.shards import in_parallel
 
 load_file = pytest.importorskip("safetensors.torch").load_file

@@ -13,8 +13,7 @@ import torch
 from checkpoints import edit, example, pieces_of, read_everything, saved
 
 from gpu_replay import CheckpointError
-from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
-from gpu_replay.checkpoint.manifest import Manifest, read_manifest
+from gpu_replay.checkpoint.format import Manifest, read_checkpoint, read_manifest, write_checkpoint
 
 
 def changed(data: bytes, place: float) -> bytes:

@@ -15,7 +15,7 @@ from checkpoints import read_seed, saved
 from children import ended, forked, needs_fork
 
 from gpu_replay import CheckpointError
-from gpu_replay.checkpoint.manifest import files_in_force
+from gpu_replay.checkpoint.format import files_in_force
 
 pytestmark = needs_fork
 

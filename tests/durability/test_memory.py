@@ -26,7 +26,7 @@ from transitions import SAMPLERS, STORED, fill, make
 
 from gpu_replay import CheckpointError, Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.engines import storage
-from gpu_replay.engines.placement import Placement
+from gpu_replay.engines.memory import Placement
 from gpu_replay.engines.storage import check_room
 
 pytestmark = pytest.mark.contract

@@ -27,9 +27,8 @@ from programs import any_program, run
 
 from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.cli import main
-from gpu_replay.engines import mapped_file, storage
-from gpu_replay.engines.pinned_memory import pinned_block
-from gpu_replay.engines.placement import Placement, check_placement
+from gpu_replay.engines import memory, storage
+from gpu_replay.engines.memory import Placement, check_placement, pinned_block
 from gpu_replay.graphs.stream_order import StreamOrder
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -369,7 +368,7 @@ def test_all_blocks_are_there_from_the_beginning(tmp_path: Path) -> None:
 @of_a_file
 def test_blocks_are_written_where_they_cannot_be_reserved(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.delattr(os, "posix_fallocate")
-    monkeypatch.setattr(mapped_file, "_PIECE", 1000)
+    monkeypatch.setattr(memory, "_PIECE", 1000)
     test_all_blocks_are_there_from_the_beginning(tmp_path)
 
 

@@ -24,7 +24,7 @@ from kernel_cases import (
 )
 from launches import TARGETS, Launch, compile_for, every_kernel
 
-from gpu_replay.ops.frame_tiles import frame_tile
+from gpu_replay.ops.windows import frame_tile
 
 # those that other tests compile as well
 SOME_FRAMES = ("atari", "atari to half")

@@ -14,7 +14,7 @@ from torch import Tensor
 from twins import Twins
 
 from gpu_replay import Field, Hindsight, LinearSchedule, Proportional, ReplayBuffer, Sequences, TrajectoryReplayBuffer
-from gpu_replay.graphs.cuda_graph import capture_into
+from gpu_replay.graphs.capture import capture_into
 
 FIELDS = {"x": Field((4,), torch.float32), "n": Field((), torch.int64)}
 NUMBER = {"n": FIELDS["n"]}

@@ -12,7 +12,7 @@ from torch import Tensor
 from twins import check_batches
 
 from gpu_replay import Field, Hindsight, LinearSchedule, Proportional, ReplayBuffer, TrajectoryReplayBuffer
-from gpu_replay.engines.placement import Placement
+from gpu_replay.engines.memory import Placement
 
 FIELDS = {
     "obs": Field((6, 50), torch.uint8, torch.float32, 1 / 255),

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.masses import MassTree
 
 
 def random_masses(count: int, seed: int, largest: int) -> np.ndarray:

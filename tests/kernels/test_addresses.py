@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
 from gpu_replay import Field, Sequences
-from gpu_replay.ops import priorities
+from gpu_replay.ops import masses
 from gpu_replay.ops.counters import Counter, HostWords, new_counters
 from gpu_replay.ops.draw import PERMUTATION_WORDS, digits_for, make_draw, permuted_ranks, targets_in
 
@@ -157,7 +157,7 @@ def play(name: str, memory: SparseMemory) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if name == "many keys at once":
             # as for more keys than one program takes
-            patch.setattr(priorities, "keys_together", lambda batch, interpreted: 0)
+            patch.setattr(masses, "keys_together", lambda batch, interpreted: 0)
         if case.buffers:
             memory.places = (0, 1 - case.buffers.head / case.buffers.large, 1)
         case.play(case.buffers or memory)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gpu_replay import Batch, validation
 from gpu_replay.base.buffer import Buffer
-from gpu_replay.graphs import learning_step
+from gpu_replay.graphs import capture
 from gpu_replay.graphs.stream_order import StreamOrder
 
 CUDA = torch.device("cuda")
@@ -82,7 +82,7 @@ class Pretended(Buffer):
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     # these priorities are not on a GPU
-    monkeypatch.setattr(learning_step, "_check", lambda *_: None)
+    monkeypatch.setattr(capture, "_check", lambda *_: None)
     return FakeCuda().install(monkeypatch)
 
 

@@ -15,7 +15,7 @@ import pytest
 from children import in_a_child, needs_fork
 from test_interrupts import interrupt_everywhere
 
-from gpu_replay.loops import compiling, tree
+from gpu_replay.loops import compiling, masses
 from gpu_replay.loops.compiling import compiler
 from gpu_replay.loops.constants import Counter
 
@@ -23,10 +23,10 @@ LOOPS = Path(__file__).resolve().parents[2] / "gpu_replay" / "loops"
 # the mass before a slot depends on a number that the loop takes from another file
 LOWEST = """
 import numpy as np, sys
-from gpu_replay.loops import tree
-masses, starts = np.arange(64), np.array([0, 32, 64])
+from gpu_replay.loops import masses
+sums, starts = np.arange(64), np.array([0, 32, 64])
 """
-PRINT = "loop = tree.mass_before.compiled()\nprint(loop(masses, starts, 20))\n"
+PRINT = "loop = masses.mass_before.compiled()\nprint(loop(sums, starts, 20))\n"
 # with nodes of 16 children, and as if of 32
 BEFORE, AFTER = str(16 + 17 + 18 + 19 + 32), str(sum(range(20)))
 HITS = "print(sum(loop.stats.cache_hits.values()))\n"
@@ -112,7 +112,7 @@ raised = 0
 for delay in (0.02, 0.2, 1.0):
     try:
         signal.setitimer(signal.ITIMER_REAL, delay)
-        tree.update.compiled()
+        masses.update.compiled()
         signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:
         raised += 1
@@ -125,7 +125,7 @@ print(raised > 0)
 def test_loops_run_as_they_are_where_nothing_compiles(package: Path, way: str) -> None:
     environment = {"NUMBA_DISABLE_JIT": "1"} if way == "told" else {}
     missing = "sys.modules['numba'] = None\n" if way == "missing" else ""
-    assert printed(package, missing + PRINT + "print(loop is tree.mass_before.function)\n", **environment) == [
+    assert printed(package, missing + PRINT + "print(loop is masses.mass_before.function)\n", **environment) == [
         BEFORE,
         "True",
     ]
@@ -136,22 +136,22 @@ def test_loops_as_python_do_what_compiled_ones_do() -> None:
     random = np.random.default_rng(0)
     starts = np.array([0, 320, 352], dtype=np.int64)
     both = []
-    masses = random.integers(0, 2**40, 300) * (random.random(300) < 0.7)
+    leaves = random.integers(0, 2**40, 300) * (random.random(300) < 0.7)
     doubles, keys, powers = random.random(40), random.integers(280, 700, 60), np.exp2(random.uniform(-25, 21, 60))
     # everything stored can be drawn
     stream = tuple(np.zeros(0, dtype) for dtype in (np.int64, np.uint8, np.int32, np.int64))
     for ready in (lambda each: each.compiled(), lambda each: each.function):
         flat, changed_slots = np.zeros(352, np.int64), np.zeros(31, np.int64)
         counters = np.zeros(Counter.COUNT, np.int64)
-        flat[:300] = masses
+        flat[:300] = leaves
         flat[320:339] = flat[:304].reshape(-1, 16).sum(1)
         counters[Counter.FIRST], counters[Counter.ADDED] = 300, 600
         slots, probability, ratio = np.zeros(40, np.int64), np.zeros(40, np.float32), np.zeros(40)
-        ready(tree.draw)(flat, starts, doubles, True, True, slots, probability, ratio)
+        ready(masses.draw)(flat, starts, doubles, True, True, slots, probability, ratio)
         for ordered in (True, False):
             settings = ordered, 2**40, 300, counters, flat, starts, changed_slots, *stream
-            ready(tree.update)(keys, powers.copy(), *settings)
-        found = ready(tree.total)(flat, starts), ready(tree.mass_before)(flat, starts, 77)
+            ready(masses.update)(keys, powers.copy(), *settings)
+        found = ready(masses.total)(flat, starts), ready(masses.mass_before)(flat, starts, 77)
         both.append([each.tolist() for each in (flat, changed_slots, counters, slots, probability, ratio)] + [*found])
     assert both[0] == both[1]
 

@@ -12,8 +12,8 @@ from gpu_replay.kernels import constants as of_kernels
 from gpu_replay.kernels import random as permutation_of_kernels
 from gpu_replay.ops import draw as uniform_draw
 from gpu_replay.ops.counters import LASTING, NO_KEY, NO_MASS, Counter
-from gpu_replay.ops.eligibility import Flag
-from gpu_replay.ops.mass_tree import fanout_for
+from gpu_replay.ops.masses import fanout_for
+from gpu_replay.ops.steps import Flag
 
 # what checkpoints of earlier versions hold
 SAVED = {

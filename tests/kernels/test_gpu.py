@@ -36,7 +36,7 @@ from trees import check_sums
 from twins import check_batches
 
 from gpu_replay import Batch, Field, RankBased, ReplayBuffer, Uniform
-from gpu_replay.graphs.cuda_graph import WARM_UPS
+from gpu_replay.graphs.capture import WARM_UPS
 
 pytestmark = pytest.mark.gpu
 

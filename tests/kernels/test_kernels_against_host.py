@@ -22,8 +22,7 @@ from trees import random_masses
 from twins import Twins
 
 from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
-from gpu_replay.kernels.division import divided
-from gpu_replay.kernels.random import floor_of_product
+from gpu_replay.kernels.random import divided, floor_of_product
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import reciprocal
 from gpu_replay.ops.ring import make_gather

@@ -8,7 +8,7 @@ from guards import Guards
 from interpreted import kernel_device as kernel_device
 from trees import check_sums, random_masses
 
-from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.masses import MassTree
 
 
 def tree_of(slots: int, device: str) -> MassTree:

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from gpu_replay.loops import tree
+from gpu_replay.loops import masses
 from gpu_replay.ops import ranks
 from gpu_replay.ops.counters import Counter as Count
 from gpu_replay.ops.ranks import HostRanks, cumulative_masses
@@ -90,7 +90,7 @@ class Ring:
             given = self.code() if code is None else code
             if given != self.codes[slot]:
                 self.codes[slot] = given
-                tree.mark_changed(self.order.changed_slots, slot, slot + 1)
+                masses.mark_changed(self.order.changed_slots, slot, slot + 1)
 
     def add(self, count: int, code: int | None = None) -> None:
         """New keys, some of which may push out others that were new."""

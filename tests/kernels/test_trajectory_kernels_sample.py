@@ -20,9 +20,9 @@ from programs import SAMPLERS
 from twins import FIELDS, Twins, check_batches, values_of
 
 from gpu_replay import Batch, Field, Latest, Proportional, Sequences, TrajectoryReplayBuffer
-from gpu_replay.ops import frame_tiles
-from gpu_replay.ops.eligibility import Flag
+from gpu_replay.ops import windows
 from gpu_replay.ops.ring import Tile
+from gpu_replay.ops.steps import Flag
 
 ACTION = {"action": Field((), torch.int64)}
 SMALL = {"obs": Field((2,), torch.int16), **ACTION}
@@ -126,8 +126,8 @@ def test_observations(name: str, on_gpu: bool, device: str, monkeypatch: pytest.
 def test_pieces_that_a_program_moves_one_after_the_other(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five pieces of a frame, so that the last program has fewer."""
     field = Field((19,), torch.uint8, torch.float32, 0.25)
-    monkeypatch.setattr(frame_tiles, "frame_tile", lambda *arguments: Tile(2, 4, 5))
-    monkeypatch.setattr(frame_tiles, "pieces_together", lambda *arguments: 3)
+    monkeypatch.setattr(windows, "frame_tile", lambda *arguments: Tile(2, 4, 5))
+    monkeypatch.setattr(windows, "pieces_together", lambda *arguments: 3)
     with guarded():
         Streams(device, {"obs": field, **ACTION}, (2, 6, 14), 0.5, stack=3, **MODES["same_step, zeros"]).compare()
 

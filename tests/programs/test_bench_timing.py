@@ -18,7 +18,7 @@ from gpu_replay.bench.measure import CALLS_PER_GRAPH, Plan, Run, Timing, capture
 from gpu_replay.bench.operations import Case
 from gpu_replay.bench.records import Record
 from gpu_replay.console.progress import Progress
-from gpu_replay.graphs.cuda_graph import CaptureError
+from gpu_replay.graphs.capture import CaptureError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -47,9 +47,8 @@ UPWARD = (f"{PACKAGE}.base.buffer", f"{PACKAGE}.console.inspection")
 # in torch or NumPy, for every device; it gets a file here with a record that says what that saves, and whom.
 # (loops/ranks is the host's order; the scan of kernels/prefix_sum says there why it stays)
 HOT = {
-    "loops": {"compiling", "constants", "goals", "random", "ranks", "ring", "steps", "tree", "windows"},
-    "kernels": {"constants", "division", "draw", "goals", "prefix_sum", "priorities", "random", "ranks", "ring"}
-    | {"steps", "tree", "weights", "windows"},
+    "loops": {"compiling", "constants", "goals", "masses", "random", "ranks", "ring", "steps", "windows"},
+    "kernels": {"constants", "draw", "goals", "masses", "prefix_sum", "random", "ranks", "ring", "steps", "windows"},
 }
 LEAVES = {"kernels": {"triton", "__future__"}, "loops": {"numba", "numpy", *sys.stdlib_module_names}}
 

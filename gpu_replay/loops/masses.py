@@ -109,7 +109,7 @@ masses = loop("(float64[::1], boolean)")(masses_of)
 def waiting_place(key, first, added, stream, flags, depth, open_masses):
     """Where the mass of a live step that cannot be drawn yet waits until it can; -1 if it never will be.
 
-    The rule is that of `ops/eligibility.py`: it waits while the last step of its row is not settled, and neither an
+    The rule is that of `ops/steps.py`: it waits while the last step of its row is not settled, and neither an
     ending nor an interruption has decided against it.
 
     stream: environments, frames of a stack, whether the step after an ending carries the final observation, steps of a
@@ -154,7 +154,7 @@ def update(
 
     keys:     (B,). numbers, ordered: as in `masses_of`. limit: that masses are cut to.
     counters: count the largest mass given, keys that were not live, and masses that were cut.
-    stream:   as in `waiting_place`, flags to open_masses as in `ops.eligibility.Streams`: masses of steps that cannot
+    stream:   as in `waiting_place`, flags to open_masses as in `ops.steps.Streams`: masses of steps that cannot
               be drawn yet wait there; all are empty where everything stored can be drawn.
     """
     masses = masses_of(numbers, ordered)
