@@ -413,7 +413,10 @@ class StepModel(Model):
             after, more = copy.copy(self), self.n_step + 1 + (self.sequences.length if self.sequences else 1)
             plain = {"reward": 0.0, "terminated": False, "truncated": False}
             after.steps, after.turn = [[*steps, *[plain] * more] for steps in self.steps], self.turn + more
-            view.later = set(View(after).eligible())
+            later = View(after)
+            # final observations have found their rows in the ring as it is
+            later.kept = view.kept
+            view.later = set(later.eligible())
         return view.later
 
     def given(self, key: int) -> float | None:
