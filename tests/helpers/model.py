@@ -508,7 +508,7 @@ class View:
         the other end. With hindsight both take free rows in one turn, the truncated ones of a step first.
         """
         history = self.model
-        rows = history.capacity if history.final_capacity is None else history.final_capacity
+        rows = min(history.capacity if history.final_capacity is None else history.final_capacity, history.capacity)
         if history.autoreset == "next_step" or rows == 0:
             return set()
         kept: set[tuple[int, int]] = set()
