@@ -166,6 +166,8 @@ KERNELS: dict[str, Operation] = {
 OPERATIONS: dict[str, Operation] = {
     # add 8 rows, or a step of 8 environments, sample B, update B
     "cycle": Operation("cycle", **CYCLE),
+    # the same without priorities and their updates
+    "uniform-cycle": Operation("add, sample, no priorities", "read", added=ADD, drawn=SAMPLE),
     "frame-cycle": _frames("cycle, Atari", "cycle", added=FRAME, drawn=STACKS),
     # the same with a step of thousands of environments
     "many-cycle": Operation("cycle, {:,} added", **CYCLE),

@@ -30,6 +30,7 @@ STEP_BATCH = 64
 class Sizes(NamedTuple):
     """How large the buffers are.
 
+    small:   batches, beside the others, of cycles in the two largest rings.
     many:    rows of an add measured alone, on a GPU of an add in a cycle, for which new buffers are made.
     stepped: transitions of the loop over one environment.
     slots:   transitions of the compared settings.
@@ -38,6 +39,7 @@ class Sizes(NamedTuple):
     vectors: tuple[int, ...] = (10_000, 100_000, 1_000_000)
     stacks: int = FRAME_SLOTS
     batches: tuple[int, ...] = (32, 256, 4096)
+    small: tuple[int, ...] = (1, 8, 64)
     many: tuple[int, ...] = (64,)
     stepped: int = 100_000
     slots: int = 1_000_000
@@ -45,9 +47,9 @@ class Sizes(NamedTuple):
 
 # others store stacks twice, 56 KB, so that a million of them would fill a GPU for one library alone; and as many
 # environments as are added at once must have the same number of steps
-ON_GPU = Sizes((1_000_000,), 102_400, (256, 4096, 32_768), (4096,))
+ON_GPU = Sizes((1_000_000,), 102_400, (256, 4096, 32_768), many=(4096,))
 # most of a trial's time goes into compiling, again for every size
-QUICK = Sizes((4_000,), 1_000, (32,), many=(), stepped=4_000, slots=4_000)
+QUICK = Sizes((4_000,), 1_000, (32,), small=(), many=(), stepped=4_000, slots=4_000)
 
 
 def beside(cases: list[Case], ours: Maker, peers: Sequence[str], device: torch.device = CPU, **task: Any) -> Part:
@@ -89,21 +91,25 @@ def _launched_and_replayed(part: Part, ours: Maker) -> Part:
 def parts(sizes: Sizes, names: Sequence[str]) -> list[Part]:
     """All that is compared on a CPU: this package first, then those of the libraries that take part."""
     largest, stacks, one = sizes.vectors[-1], sizes.stacks, sizes.stepped
+    all_batches, large = sorted({*sizes.batches, *sizes.small}), sizes.vectors[-2:]
+    cycles = [(slots, all_batches if slots in large else sizes.batches) for slots in sizes.vectors]
     vectors: Maker = subjects.replay
     stepped = partial(subjects.replay, stepped=True)
 
     def framed(cases: list[Case], added: int) -> Part:
         return beside(cases, partial(subjects.frames, n_step=1, envs=added), names, added=added, stacks=True)
 
+    uniform = [name for name in names if PEERS[name].uniform or PEERS[name].both]
+    plain = [Case("uniform-cycle", slots, batch, ADDED) for slots in large for batch in all_batches]
     found = [
-        beside(cycle_cases(sizes.vectors, sizes.batches), vectors, names, added=ADDED),
+        beside([case for slots, of in cycles for case in cycle_cases((slots,), of)], vectors, names, added=ADDED),
+        beside(plain, partial(subjects.replay, sampler=Uniform()), uniform, added=ADDED, uniform=True),
         framed([Case("frame-cycle", stacks, batch, ADDED) for batch in sizes.batches], ADDED),
     ]
     for many in sizes.many:
         found.append(beside([Case("add", largest, many, many)], vectors, names, added=many))
         found.append(framed([Case("frame-add", stacks, many, many)], many))
     steps = [Case("step-add", one, 1, 1), Case("step-cycle", one, STEP_BATCH, 1)]
-    uniform = [name for name in names if PEERS[name].uniform or PEERS[name].both]
     without = partial(stepped, sampler=Uniform())
     # settings of this package; the first of each is the reference of the ratios
     samplers = (Proportional(alpha=ALPHA, beta=BETA), RankBased(alpha=ALPHA, beta=BETA))

@@ -70,6 +70,9 @@ def _panels(records: Sequence[Record]) -> list[_Panel]:
     if len(slots) == 1:
         return [_Panel(list(records), _BATCH, "batch size, B")]
     each = [(batch, [r for r in records if r.batch == batch]) for batch in sorted(batches)]
+    # two points are left to the tables, where other batches have more
+    least = min(3, max(len({_SLOTS(r) for r in some}) for _, some in each))
+    each = [(batch, some) for batch, some in each if len({_SLOTS(r) for r in some}) >= least]
     return [_Panel(some, _SLOTS, "capacity, N", f"B = {batch:,}" if len(each) > 1 else "") for batch, some in each]
 
 

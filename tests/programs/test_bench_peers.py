@@ -285,9 +285,20 @@ def test_the_rule_of_fasttd3_asks_torch_for_no_more_operations_than_its_class(n:
 # what is recorded
 
 
+def test_cycles_of_all_batches_are_compared_with_and_without_priorities() -> None:
+    cases: dict[str, set[str]] = {}
+    for part, measured in peers_suite.parts(peers_suite.Sizes(), list(PEERS)):
+        for case in part:
+            cases.setdefault(case.name, set()).update(measured.keywords["makers"])
+    for slots in ("100k", "1M"):
+        for batch in (1, 8, 32, 64, 256, 4096):
+            size = f"N={slots}/B={batch}"
+            assert cases[f"cycle/{size}"] == {OURS, *PEERS}
+            assert cases[f"uniform-cycle/{size}"] == {OURS, "cpprb", "rlox", "stable_baselines3", "torch_ring"}
+
+
 def test_the_pages_show_what_the_commands_have_recorded() -> None:
     """A figure that no command renews, or a table that no record fills, would be one from nowhere."""
-    parts = peers_suite.parts(peers_suite.Sizes(), list(PEERS))
     parts = [*peers_suite.parts(peers_suite.Sizes(), list(PEERS)), *field.parts(False, CPU)]
     measured = {(case.name, name) for cases, part in parts for case in cases for name in part.keywords["makers"]}
     recorded = {(each.case, each.implementation) for each in read(ROOT / "bench" / "results" / "peers.jsonl")}
