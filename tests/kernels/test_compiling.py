@@ -106,17 +106,21 @@ def test_an_interrupt_while_code_is_compiled_leaves_it_usable(package: Path) -> 
 import signal
 from gpu_replay.loops.compiling import compiler
 compiler()
-def interrupt(*_): raise KeyboardInterrupt
+interrupts = 0
+# a callback of the compiler may swallow it, and compilation goes on
+def interrupt(*_):
+    global interrupts
+    interrupts += 1
+    raise KeyboardInterrupt
 signal.signal(signal.SIGALRM, interrupt)
-raised = 0
 for delay in (0.02, 0.2, 1.0):
     try:
         signal.setitimer(signal.ITIMER_REAL, delay)
         masses.update.compiled()
         signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:
-        raised += 1
-print(raised > 0)
+        pass
+print(interrupts > 0)
 """
     assert printed(package, program + PRINT) == ["True", BEFORE]
 
