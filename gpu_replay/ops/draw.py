@@ -260,7 +260,8 @@ def make_chosen_draw(
         slots, keys, probability, masses, lowest = outputs
         added = counters[Counter.ADDED].clone()
         oldest = torch.maximum(counters[Counter.FIRST], added - capacity)
-        total = added - oldest if starts is None else counters[Counter.ELIGIBLE]
+        # a graph that is replayed after a `clear` finds nothing
+        total = (added - oldest if starts is None else counters[Counter.ELIGIBLE]).clamp(min=1)
         random.begin()
         places, chances = choose(total, drawn, random)
         places = torch.cat((places, (newest + total).clamp(min=0)))
