@@ -322,7 +322,9 @@ class DeviceEngine:
         if (too_few or sampling.interrupted) and not sampling.capturing():
             sampling.look()
         stored = min(self._storage.capacity, sampling.added - sampling.first)
-        return stored if sampling.capturing() else sampling.state.left(stored, needed)
+        if sampling.state.excluded and not sampling.capturing():
+            return sampling.state.left(stored, needed)
+        return stored
 
     def append(self, values: dict[str, Tensor], rows: int, priorities: Tensor | None, ready: bool) -> Tensor:
         """Store `rows` transitions and return their (rows,) keys; 1 launch for tensors on the device.

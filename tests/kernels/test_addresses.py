@@ -94,6 +94,15 @@ def scanned(memory: SparseMemory) -> None:
     assert out[-4:].tolist() == [100, 101, 103, 106]
 
 
+def numbered(memory: SparseMemory) -> None:
+    from gpu_replay.kernels.draw import doubles_kernel
+
+    numbers, draws = torch.zeros(SLOTS, dtype=torch.float64), 2**10
+    memory.programs = lambda count: [count - 1]
+    doubles_kernel[(-(-SLOTS // draws),)](new_counters(numbers.device, 5), numbers, SLOTS, 0, DRAWS=draws)
+    assert numbers[-3:].tolist() == HostWords(5, SLOTS // 4).doubles(3).tolist()
+
+
 class Case(NamedTuple):
     """What to do, and of how many tensors of `least` bytes or more each kernel must have reached the end."""
 
@@ -145,6 +154,7 @@ CASES = {
     "goals of one": of_steps("proportional", GOALS | ACTION, WITH_GOALS | {"update_kernel": 2}, 1, settings=RELABEL),
     "rows": Case(drawn_uniformly, {}),
     "rows by rank": Case(drawn_by_rank, {"draw_kernel": 1}),
+    "numbers": Case(numbered, {"doubles_kernel": 1}),
     "sums": Case(scanned, {"sum_parts_kernel": 1, "scan_parts_kernel": 2}),
 }
 here = pytest.mark.skipif(not INTERPRETED or sys.platform != "linux", reason="interpreted, on Linux's memory maps")
