@@ -151,6 +151,7 @@ CALLS: dict[str, Callable[[Any, Path], Any]] = {
     "batches": lambda replay, _: tuple(replay.batches(20)),
     "clear": lambda replay, _: replay.clear(),
     "epoch": lambda replay, _: tuple(replay.epoch(20)),
+    "exclude": lambda replay, _: replay.exclude(KEYS),
     "keys": lambda replay, _: replay.keys(),
     "load_state_dict": lambda replay, _: replay.load_state_dict(replay.state_dict()),
     "masses": lambda replay, _: replay.masses(),
