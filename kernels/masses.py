@@ -110,7 +110,7 @@ def newest_eligible(eligible, draw, batch, head):
 
 
 @triton.jit
-def newest_with_mass(masses_ptr, rank, wanted, stored, head, capacity, BLOCK: tl.constexpr = 32):
+def newest_with_mass(masses_ptr, rank, wanted, stored, head, capacity, BLOCK: tl.constexpr = 8):
     """The slots of the newest transitions that have a mass: [DRAWS] ranks below `wanted`, counted from the newest.
 
     stored: live transitions. head: slot of the next key.
