@@ -95,6 +95,7 @@ WRONG: list[tuple[Any, Any, dict[str, list[Any]]]] = [
     (steps, TypeError, {"num_envs": [1.5], "gamma": ["0.9"], "stack": [2.0], "n_step": [True]}),
     (steps, LOSSY, {"autoreset": ["never"], "padding": ["edge"], "sampler": ["uniform", Uniform]}),
     (finals, ValueError, {"final_capacity": [-1]}),
+    (finals, TypeError, {"terminal_obs": [1]}),
     (rows, ValueError, {"capacity": [0, -1]}),
     (rows, TypeError, {"capacity": [True, 2.5], "seed": [0.5]}),
     (rows, (ValueError, RuntimeError, TypeError), {"device": ["abacus"]}),
@@ -130,6 +131,7 @@ BUILT: list[tuple[Callable[[], Any], Any, str]] = [
         for name, values in settings.items()
         for value in values
     ),
+    (lambda: finals(terminal_obs=True, final_capacity=0), ValueError, "final_capacity=0. Raise it"),
     (lambda: steps(capacity=2), ValueError, r"(?is)capacity.*2.*3|3.*capacity.*2"),
     *((lambda make=make: make(capacity=2**31), ValueError, "capacity") for make in (rows, steps)),
     (lambda: steps(num_envs=13), ValueError, r"(?is)12.*13|13.*12"),
