@@ -77,9 +77,7 @@ def pendulum(steps: int) -> Any:
     return gymnasium.make("Pendulum-v1", max_episode_steps=steps)
 
 
-def classic_loop(
-    env: Any, buffer: TrajectoryReplayBuffer, steps: int, final: bool = True
-) -> dict[int, tuple[Any, bool]]:
+def classic_loop(env: Any, buffer: TrajectoryReplayBuffer, steps: int) -> dict[int, tuple[Any, bool]]:
     """The loop of every tutorial, over one environment; returns what came after each step, and whether it ended it."""
     after: dict[int, tuple[Any, bool]] = {}
     obs, _ = env.reset(seed=0)
@@ -89,20 +87,10 @@ def classic_loop(
         following, reward, terminated, truncated, _ = env.step(action)
         given = {"obs": obs[None], "action": action[None], "reward": np.array([reward], np.float32)}
         given |= {"terminated": np.array([terminated]), "truncated": np.array([truncated])}
-        buffer.add(**given, final_obs=following[None] if final and truncated else None)
+        buffer.add(**given, final_obs=following[None] if truncated else None)
         after[step] = following, truncated
         obs = env.reset()[0] if terminated or truncated else following
     return after
-
-
-def test_the_classic_loop_into_a_buffer_that_expects_reset_steps_is_told(device: str) -> None:
-    env = pendulum(5)
-    spaces = env.observation_space, env.action_space
-    buffer = TrajectoryReplayBuffer.from_spaces(100, 1, *spaces, autoreset="next_step", device=device)
-    told(buffer, RESETS, lambda: classic_loop(env, buffer, 6, final=False))
-    classic_loop(env, buffer, 30, final=False)
-    # five endings of the second loop, after whose last one nothing came, and that of the first
-    assert (buffer.stats().unexpected_resets, buffer.stats().lost_truncations) == (6, 0)
 
 
 def test_from_env_makes_the_buffer_for_the_classic_loop(device: str) -> None:
@@ -198,6 +186,7 @@ def test_a_warning_that_is_an_error_stores_nothing(autoreset: Any, device: str) 
         (64_000, (84, 84), 2_000),
         (320, (128, 128, 3), 64),
         (3_200, (128, 128, 3), 100),
+        (4, (4, 1024, 1024), 4),
         (100, (4,), 100),
         (98_304, (8,), 98_304),
         (262_144, (16,), 262_144),

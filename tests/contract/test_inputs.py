@@ -105,19 +105,11 @@ def test_the_same_numbers_are_stored_whatever_their_form(kind: str, form: str, d
         assert buffer.priorities(keys).tolist() == ([1.0] * 4 if form == "list" else values[:, 0, 0].tolist())
 
 
-def test_arrays_as_other_libraries_give_them_and_numbers_of_numpy_in_settings(device: str) -> None:
+def test_numbers_of_numpy_in_settings(device: str) -> None:
     sampler = Combined(Proportional(alpha=np.float32(1.0), beta=np.float16(0.5), eps=0.0), newest=np.uint8(2))
-    buffer = ReplayBuffer(400, {"obs": Field((), torch.uint8)}, sampler=sampler, device=device)
-    keys = buffer.add(obs=np.arange(300)[::-1] % 100)
-    assert buffer[keys].obs.tolist() == [number % 100 for number in reversed(range(300))]
-    given = keys.cpu().numpy().copy(), np.full(300, 0.5, np.float32)
-    for array in given:
-        array.setflags(write=False)
-    buffer.update_priorities(*given)
-    assert buffer.priorities(keys).tolist() == [0.5] * 300
+    buffer = make(np.int64(400), sampler, device=device)
+    fill(buffer, 300)
     assert buffer.sample(299).key[-2:].tolist() == [298, 299]
-    with pytest.raises(ValueError, match="at least one Field"):
-        ReplayBuffer(4, {"obs": {}})
 
 
 GIVEN: list[Any] = [

@@ -139,6 +139,7 @@ BUILT: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: steps(n_step=7, num_envs=2), ValueError, r"n_step=7 is longer than the ring.*6 steps of each of the 2"),
     (lambda: steps(stack=2**31), ValueError, "must be at most"),
     *((lambda make=make: make(fields={}), ValueError, "(?i)field") for make in (rows, steps)),
+    (lambda: rows(fields={"obs": {}}), ValueError, "at least one Field"),
     (lambda: rows(fields=[OBS, ACTION]), TypeError, "(?i)field"),
     (lambda: rows(fields={"obs": torch.float32}), TypeError, "obs"),
     *((lambda name=name: rows(fields={name: SCALAR}), ValueError, "a string") for name in ("", "a.", ".a", 3)),

@@ -119,31 +119,6 @@ def test_no_rows_of_vectors_and_images_are_stored(form: str, device: str) -> Non
     assert whole_state(buffer) == before
 
 
-def test_no_rows_are_no_step(device: str) -> None:
-    fields = {name: ROW[name] for name in ("obs", "action")}
-    for envs in (1, 2):
-        buffer = TrajectoryReplayBuffer(10, envs, fields, device=device, autoreset="same_step")
-        empty: dict[str, Any] = {key: [] for key in ("obs", "action", "reward", "terminated", "truncated")}
-        with pytest.raises(ValueError, match=rf"'obs' needs shape \[{envs}, 2\], one step of each.*found \[0\]"):
-            buffer.add(**empty)
-        with pytest.raises(ValueError, match=rf"'obs' needs shape \[T, {envs}, 2\].*found \[0\]"):
-            buffer.extend(**empty)
-        assert buffer.added == 0
-
-
-def test_gymnasiums_reset_rows_are_left_out_also_where_all_environments_end_at_once(device: str) -> None:
-    envs = gymnasium.make_vec("Pendulum-v1", num_envs=2, vectorization_mode="sync", max_episode_steps=4)
-    buffer = ReplayBuffer.from_spaces(50, envs.single_observation_space, envs.single_action_space, device=device)
-    (obs, _), ended = envs.reset(seed=0), np.zeros(2, bool)
-    for _ in range(11):
-        action = envs.action_space.sample()
-        after, reward, terminated, truncated, _ = envs.step(action)
-        row = {"obs": obs, "action": action, "reward": reward, "next_obs": after, "terminated": terminated}
-        buffer.add(**{name: value[~ended] for name, value in row.items()})
-        obs, ended = after, terminated | truncated
-    assert len(buffer) == 2 * (11 - 2)
-
-
 DTYPES = [torch.uint8, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -201,13 +176,6 @@ def test_the_classic_loop_gives_its_rows_as_they_come(final: str, device: str) -
     assert (batch.reward.tolist(), batch.truncated.tolist()) == ([0.0, 0.5], [False, True])
     assert buffer.priorities([0, 1]).tolist() == [1.0, 2.0]
     assert buffer.stats().lost_truncations == 0
-
-
-def test_a_step_of_several_environments_has_the_axis(device: str) -> None:
-    fields = {name: ROW[name] for name in ("obs", "action")}
-    buffer = TrajectoryReplayBuffer(10, 2, fields, device=device)
-    with pytest.raises(ValueError, match=r"'obs' needs shape \[2, 2\], one step of each of the 2 environments"):
-        buffer.add(obs=OBS, action=1, reward=0.0, terminated=False, truncated=False)
 
 
 def guesses(path: Path) -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:

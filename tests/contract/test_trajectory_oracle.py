@@ -14,7 +14,7 @@ import torch
 from devices import device_fixture as device_fixture
 from pairs import StepPair, play
 
-from gpu_replay import Field, Latest, Sequences, TrajectoryReplayBuffer
+from gpu_replay import Field, Sequences
 
 pytestmark = pytest.mark.contract
 
@@ -174,19 +174,3 @@ def test_masks_of_sequences_worked_out_by_hand(
     assert {key: [step["mask"] for step in view.sequence(key, length)] for key in view.eligible()} == expected
     batch = pair.buffer[list(expected)]
     assert dict(zip(batch.key.tolist(), batch.mask.tolist(), strict=True)) == expected
-
-
-def test_a_final_observation_larger_than_the_room_for_small_ones_is_kept(device: str) -> None:
-    # names as of a private part of a dictionary space, given in both ways at once
-    fields = {"obs._x": Field((4, 1024, 1024), torch.uint8), "obs.y": Field((), torch.int64)}
-    buffer = TrajectoryReplayBuffer(
-        4, 1, {**fields, "action": FIELDS["action"]}, autoreset="same_step", sampler=Latest(), device=device
-    )
-    for step in range(2):
-        pictures = torch.full((1, 1, 4, 1024, 1024), step, dtype=torch.uint8)
-        flags = {"terminated": torch.tensor([[False]]), "truncated": torch.tensor([[step == 0]])}
-        more = {"reward": torch.zeros(1, 1), "action": torch.tensor([[0]])}
-        finals = {"final_obs": {"_x": pictures + 7}, "final_obs.y": torch.tensor([[7]])} if step == 0 else {}
-        buffer.extend(obs={"_x": pictures, "y": torch.tensor([[step]])}, **more, **flags, **finals)
-    batch = buffer.sample(1)
-    assert (batch.key.tolist(), batch["next_obs.y"].tolist(), int(batch["next_obs._x"].min())) == ([0], [7], 7)

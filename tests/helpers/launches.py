@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +105,17 @@ def _give_run(kernels: Any) -> None:
         return functools.partial(kernels.run, kernel, grid=grid, warmup=False)
 
     kernels.run, kernels.__getitem__ = run, launcher
+
+
+@pytest.fixture(name="driver")
+def driver_fixture() -> Iterator[None]:
+    """A driver that says which device and stream are current."""
+    from triton.runtime import driver
+
+    before = dict(vars(driver))
+    driver.set_active(SimpleNamespace(get_current_device=lambda: 2, get_current_stream=lambda device: 40 + device))
+    yield
+    vars(driver).update(before)
 
 
 EMPTY = torch.empty

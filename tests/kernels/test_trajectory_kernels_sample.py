@@ -14,6 +14,7 @@ import pytest
 import torch
 from devices import thinned
 from guards import SENTINEL, Guards, guarded
+from hindsight_oracle import ACHIEVED, DESIRED, GOALS, hindsight, reward_of
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
 from programs import SAMPLERS
@@ -21,6 +22,8 @@ from twins import FIELDS, Twins, check_batches, values_of
 
 from gpu_replay import Batch, Field, Latest, Proportional, Sequences, TrajectoryReplayBuffer
 from gpu_replay.ops import windows
+from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.hindsight import goal_sums, make_choose_goals
 from gpu_replay.ops.ring import Tile
 from gpu_replay.ops.steps import Flag
 
@@ -156,14 +159,16 @@ def test_sequences(mode: str, stack: int, length: int, device: str, guards: Guar
     assert length == 1 or not bool(expected["mask"].all())
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_sequences_of_every_sampler(name: str, device: str, guards: Guards) -> None:
-    for rows in (Sequences(4, strict=True), Sequences(2, strict=True, stride=3), Sequences(3, stride=2)):
-        settings = {"sampler": SAMPLERS[name], "stack": 2, "n_step": 2, "sequences": rows, **MODES["same_step"]}
-        streams = Streams(device, SMALL, (3, 20, 55), 0.1, **settings)
-        for count in (3, 5):
-            streams.draw(count)
-        streams.check()
+STRIDES = (Sequences(4, strict=True), Sequences(2, strict=True, stride=3), Sequences(3, stride=2))
+
+
+@thinned("name, rows", SAMPLERS, STRIDES)
+def test_sequences_of_every_sampler(name: str, rows: Sequences, device: str, guards: Guards) -> None:
+    settings = {"sampler": SAMPLERS[name], "stack": 2, "n_step": 2, "sequences": rows, **MODES["same_step"]}
+    streams = Streams(device, SMALL, (3, 20, 55), 0.1, **settings)
+    for count in (3, 5):
+        streams.draw(count)
+    streams.check()
 
 
 # mode, stack, steps of a window, rows: every way in which steps are settled, of one step and of more than a window has
@@ -178,8 +183,7 @@ SETTLED: dict[str, tuple[str, int, int, Sequences]] = {
 }
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("case", SETTLED)
+@thinned("case, on_gpu", SETTLED, [False, True])
 def test_sequences_of_steps_that_kernels_add(
     case: str, on_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,3 +224,40 @@ def test_what_means_nothing_is_still_read_inside(device: str, guards: Guards) ->
         found = buffer._engine.sample(6, None)
         assert all(int(found[name].max()) < SENTINEL for name in ("obs", "next_obs"))
         assert bool(found["reward"].isfinite().all())
+
+
+# goals
+
+
+def test_goals_are_cast_and_scaled_alike(device: str, guards: Guards) -> None:
+    goal = Field((2,), torch.int16, torch.float16, 0.25)
+
+    def reward_fn(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+        assert achieved.dtype == desired.dtype == torch.float16
+        return reward_of(achieved, desired)
+
+    settings = {"stack": 2, "relabel": hindsight(reward_fn=reward_fn)}
+    for mode in ("next_step", "same_step"):
+        fields = {**GOALS, ACHIEVED: goal, DESIRED: goal}
+        Streams(device, fields, (6, 5, 7), 0.25, **settings, **MODES[mode]).draw(9, loose=())
+
+
+def test_a_replayed_draw_of_what_is_gone_stays_inside(device: str, guards: Guards) -> None:
+    """A graph replayed after a `clear` chooses goals for starts that are not eligible, whatever is known of them."""
+    generator = np.random.default_rng(0)
+    buffer = Streams(device, GOALS, (3, 6, 8), 0.25, relabel=hindsight(), **MODES["same_step"]).tested
+    streams, slots = buffer._streams.streams, buffer.capacity
+    limits = dict.fromkeys(("episode_length", "clipped_length"), (-1, 2**31 - 1))
+    limits |= {"depth": (0, 2**31 - 1), "final": (0, 2**31 - 1), "flags": (0, 32)}
+    for added, strategy in ((0, "future"), (18, "final"), (33, "episode"), (7, "geometric")):
+        buffer._counters[Counter.ADDED] = buffer._counters[Counter.FIRST] = added
+        for name, (low, high) in limits.items():
+            tensor = getattr(streams, name)
+            tensor.copy_(torch.from_numpy(generator.integers(low, high, tensor.shape)).to(tensor.dtype))
+        drawn = torch.arange(2 * slots, device=device) % slots
+        sums = torch.from_numpy(goal_sums(0.9 if strategy == "geometric" else None, slots // 3)).to(device)
+        chosen = make_choose_goals(streams, 2 * slots, buffer._counters, 36, strategy, sums, 0)(drawn)
+        assert sorted(chosen.rows.tolist()) == list(range(36))
+        assert 0 <= int(chosen.slots.min()) <= int(chosen.slots.max()) < slots
+        assert int(chosen.places.min()) >= -1
+        assert int(chosen.places.max()) < streams.shape.finals
