@@ -25,14 +25,7 @@ from transitions import FIELDS as NUMBERED
 from transitions import fill, transitions
 
 import gpu_replay
-from gpu_replay import (
-    Batch,
-    Field,
-    LinearSchedule,
-    Proportional,
-    ReplayBuffer,
-    TrajectoryReplayBuffer,
-)
+from gpu_replay import Batch, Field, LinearSchedule, Proportional, ReplayBuffer, TrajectoryReplayBuffer
 
 Replay = ReplayBuffer | TrajectoryReplayBuffer
 SCHEDULED = Proportional(beta=LinearSchedule(0.4, 1.0, 4))

@@ -30,6 +30,8 @@ from gpu_replay import (
     Proportional,
     RankBased,
     ReplayBuffer,
+    ReplayMixture,
+    Sequences,
     TrajectoryReplayBuffer,
     Uniform,
 )
@@ -119,6 +121,10 @@ WRONG: list[tuple[Any, Any, dict[str, list[Any]]]] = [
     (hindsight, ValueError, {"gamma": [0.9]}),
     (goals, TypeError, {"relabel": [reward_of]}),
     (goals, ValueError, {"n_step": [2]}),
+    (partial(Sequences, 2), TypeError, {"strict": [1]}),
+    (partial(Sequences, 2), ValueError, {"stride": [0]}),
+    (Sequences, ValueError, {"length": [0]}),
+    (Sequences, TypeError, {"length": [1.5]}),
 ]
 BUILT: list[tuple[Callable[[], Any], Any, str]] = [
     *(
@@ -151,10 +157,21 @@ BUILT: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: Field((3, -1), torch.float32), ValueError, "-1"),
     *((lambda kind=kind: Field(*kind), ValueError, "Field scale must be 0 or of a size") for kind in NO_SCALES),
     (lambda: rows(fields={"obs": Field((10**30, 2), torch.uint8)}), ValueError, "at most 281,474,976,710,656 elements"),
+    (lambda: steps(random_shift=0), TypeError, "no setting .random_shift. any more: .*eight lines of torch"),
+    (lambda: steps(sequences=80), TypeError, r"must be Sequences\(80\), or None .* found 80"),
+    (lambda: steps(sequences="L"), TypeError, r"must be Sequences\(length\).* found 'L'"),
     (
-        lambda: steps(random_shift=0),
-        TypeError,
-        "no setting .random_shift. any more: .*eight lines of torch",
+        lambda: steps(capacity=60, n_step=3, stack=2, sequences=Sequences(17)),
+        *(ValueError, r"n_step=3 and stack=2 a row needs 21 steps .* 20 of each.* capacity to at least 63"),
+    ),
+    (
+        lambda: goals(capacity=90, sequences=Sequences(3)),
+        ValueError,
+        "relabel rewrites single steps.*without sequences, or without relabel",
+    ),
+    (
+        lambda: ReplayMixture([steps(), steps(sequences=Sequences(3))], [0.5, 0.5]),
+        *(ValueError, r"kind of row \(sequences=\); number 1 has Sequences\(length=3.*first one None. Make them alike"),
     ),
     (lambda: Combined(Uniform(), newest=0), ValueError, "newest"),
     (lambda: Combined("uniform"), TypeError, "base"),

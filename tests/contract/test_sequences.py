@@ -1,4 +1,4 @@
-"""Rows that are sequences of steps: what their settings may be, and other rows on loading.
+"""Rows that are sequences of steps: how long they may be, what is missing, and other rows on loading.
 
 Which steps begin a row, and what it holds, is compared with the model in `test_programs.py` and, worked out by hand, in
 `test_trajectory_oracle.py`.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,11 @@ import pytest
 import torch
 from devices import device_fixture as device_fixture
 from devices import scale
-from hindsight_oracle import GOALS, hindsight
 from model import StepModel
 from pairs import StepPair, live_through
 from programs import SAMPLERS
 
-from gpu_replay import (
-    Field,
-    ReplayMixture,
-    Sequences,
-    TrajectoryReplayBuffer,
-)
+from gpu_replay import Field, Sequences, TrajectoryReplayBuffer
 
 pytestmark = pytest.mark.contract
 
@@ -45,41 +38,6 @@ def fill(buffer: TrajectoryReplayBuffer, steps: int) -> TrajectoryReplayBuffer:
     for _ in range(steps):
         buffer.add(obs=zero, action=zero.long(), reward=zero, terminated=zero > 0, truncated=zero > 0)
     return buffer
-
-
-WRONG: dict[str, tuple[Callable[[str], Any], type[Exception], str]] = {
-    "a number": (lambda device: made(device, sequences=80), TypeError, r"must be Sequences\(80\), or None .* found 80"),
-    "a name": (lambda device: made(device, sequences="L"), TypeError, r"must be Sequences\(length\).* found 'L'"),
-    "no steps": (lambda _: Sequences(0), ValueError, "length must be at least 1; found 0"),
-    "half a step": (lambda _: Sequences(1.5), TypeError, "length must be an int; found 1.5"),  # type: ignore[arg-type]
-    "no stride": (lambda _: Sequences(2, stride=0), ValueError, "stride must be at least 1; found 0"),
-    "no bool": (lambda _: Sequences(2, strict=1), TypeError, "strict must be True or False; found 1"),  # type: ignore[arg-type]
-    "longer than the ring": (
-        lambda device: made(device, steps=20, n_step=3, stack=2, sequences=Sequences(17)),
-        *(ValueError, r"n_step=3 and stack=2 a row needs 21 steps .* 20 of each.* capacity to at least 84"),
-    ),
-    "goals": (
-        lambda device: TrajectoryReplayBuffer(
-            90, 1, GOALS, relabel=hindsight("future", 0.5), sequences=Sequences(3), device=device
-        ),
-        *(ValueError, "without sequences, or without relabel"),
-    ),
-    "the call of before": (
-        lambda device: made(device).sample_sequences(32, 80, burn_in=40),
-        *(TypeError, r"sequences=Sequences\(burn_in \+ length, strict=..., stride=...\)"),
-    ),
-    "a mixture": (
-        lambda device: ReplayMixture([made(device), made(device, sequences=Sequences(3))], [0.5, 0.5]),
-        *(ValueError, r"kind of row \(sequences=\); number 1 has Sequences\(length=3.*first one None. Make them alike"),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_settings_that_make_no_sense(case: str, device: str) -> None:
-    call, error, message = WRONG[case]
-    with pytest.raises(error, match=f"(?s){message}"):
-        call(device)
 
 
 def test_the_longest_row_fills_the_ring(device: str) -> None:

@@ -145,10 +145,7 @@ def test_buffer_and_oracle_agree_with_what_was_worked_out_by_hand(found: tuple[A
 SEQUENCES: dict[str, tuple[str, int, dict[str, Any], dict[int, str]]] = {
     "dead steps are not covered, nor what comes after": ("..T....", 3, {}, {0: "111", 1: "110", 2: "100"}),
     "they are no first step": ("..T.....", 3, {}, {0: "111", 1: "110", 2: "100", 4: "111"}),
-    "same step: what comes after an ending is not covered": (
-        *("..T...", 3, SAME),
-        {0: "111", 1: "110", 2: "100"},
-    ),
+    "same step: what comes after an ending is not covered": ("..T...", 3, SAME, {0: "111", 1: "110", 2: "100"}),
     "a truncation that was not seen is masked": ("..U....", 3, SAME, {0: "110", 1: "100", 3: "111"}),
     "so are all steps whose window reaches it": ("...U.....", 3, {"n_step": 2, **SAME}, {0: "110", 1: "100", 4: "111"}),
     "one that was seen is not": ("..U....", 3, {"final": True, **SAME}, {0: "111", 1: "110", 2: "100", 3: "111"}),

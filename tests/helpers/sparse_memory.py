@@ -130,18 +130,6 @@ def _sparse_if_large(made: Callable[..., Tensor], memory: SparseMemory) -> Calla
     return allocate
 
 
-@contextmanager
-def programs_in(order: Callable[[int], Sequence[int]]) -> Iterator[None]:
-    """Within it a launch of so many programs makes these, one after another, and no others."""
-    from triton.runtime import interpreter
-
-    memory = SparseMemory()
-    memory.programs = order
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.GridExecutor, "__call__", _chosen_programs(interpreter, memory))
-        yield
-
-
 def _chosen_programs(interpreter: Any, memory: SparseMemory) -> Callable[..., Any]:
     original, builder = interpreter.GridExecutor.__call__, interpreter.interpreter_builder
 

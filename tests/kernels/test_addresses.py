@@ -130,11 +130,7 @@ CASES = {
     "rows by mass": of_rows("proportional"),
     "many keys at once": of_rows("independent", last_wins_kernel=1),
     "frames at the end": Case(
-        *(
-            play_rows,
-            {"add_kernel": 1, "gather_kernel": 1},
-            Shifted(FRAME, SAMPLERS["latest"], FRAMES, 5),
-        )
+        play_rows, {"add_kernel": 1, "gather_kernel": 1}, Shifted(FRAME, SAMPLERS["latest"], FRAMES, 5)
     ),
     "starts by mass": of_steps("combined-proportional", OBS, STARTS | BY_MASS),
     "sequences by mass": of_steps("combined-proportional", OBS, STARTS | BY_MASS, settings=ROWS),

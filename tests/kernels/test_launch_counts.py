@@ -185,7 +185,7 @@ def calls_of_all_kinds(buffer: Any) -> list[Callable[[], object]]:
     rows = getattr(buffer, "num_envs", 8)
     given, priority = rows_of(buffer, rows, final=True), torch.ones(rows)
     keys, priorities = torch.arange(6), torch.rand(6)
-    calls = [
+    return [
         *calls_of(buffer, rows).values(),
         lambda: buffer.add(**{name: shifted(value) for name, value in given.items()}),
         lambda: buffer.add(**given, priority=priority.double()),
@@ -197,7 +197,6 @@ def calls_of_all_kinds(buffer: Any) -> list[Callable[[], object]]:
         lambda: buffer.update_priorities(keys, shifted(priorities)),
         lambda: buffer._engine.stored(torch.arange(7)),
     ]
-    return calls
 
 
 @pytest.mark.parametrize("name", ["classic, 3 levels, all options", "by rank", "atari to float", "goals"])
