@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import scale
 from programs import SAMPLERS
 from refusals import whole_state

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import host_only, scale, statistical
 from distribution import check_counts
 from hindsight_oracle import (

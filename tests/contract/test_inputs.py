@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 from devices import INTERPRETED, scale
-from devices import device_fixture as device_fixture
 from pairs import RowPair, StepPair, play
 from programs import SAMPLERS
-from refusals import LOSSY, whole_state
+from refusals import LOSSY
 from tolerances import close
 from torch import Tensor
 from transitions import EXACT, fill, make, same
@@ -216,18 +215,6 @@ def test_many_fields_of_odd_sizes_keep_their_rows_together(device: str) -> None:
     batch = buffer.sample(10)
     for side in sides:
         assert torch.equal(batch[f"part{side}"].long(), batch.key[:, None].expand(-1, side)), side
-
-
-@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
-def test_each_step_may_say_that_it_has_no_final_observation(autoreset: Any, device: str) -> None:
-    steps = {"obs": torch.ones(3, 2), "action": torch.zeros(3, 2, dtype=torch.int64), "reward": torch.ones(3, 2)}
-    steps |= {"terminated": torch.zeros(3, 2, dtype=torch.bool), "truncated": torch.tensor([[True, False]] * 3)}
-    fields = {"obs": Field((), torch.float32), **ACTION}
-    one, other = (TrajectoryReplayBuffer(8, 2, fields, autoreset=autoreset, device=device) for _ in range(2))
-    one.extend(**steps, final_obs=[None] * 3)
-    for step in range(3):
-        other.add(**{name: value[step] for name, value in steps.items()}, final_obs=None)
-    assert whole_state(one) == whole_state(other)
 
 
 # how values leave

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import scale
 from model import UNIT, mass_of
 from pairs import RowPair, StepPair, numbered, play
 from tolerances import close
 from transitions import EXACT, fill, make
 
-from gpu_replay import Field, Proportional, ReplayBuffer
+from gpu_replay import Field, Proportional, ReplayBuffer, Sequences
 
 pytestmark = pytest.mark.contract
 
@@ -168,6 +167,10 @@ LIVES: dict[str, tuple[Any, ...]] = {
     "an update of a start that an ending has closed does not count": (
         {"n_step": 3, "autoreset": "same_step"},
         [("..U.", []), ([[1, 2, 3], [500, 600, 70]], []), ("....", [0, 0, 0, 70, 70])],
+    ),
+    "an update of a step of a sequence that never gets its target does not count": (
+        {"sequences": Sequences(3), "autoreset": "same_step"},
+        [("..U.", [1]), ([[2], [500]], [1]), ("...", [1, 1, 0, 1])],
     ),
     "an update waits for the final observation of a truncated episode": (
         {"n_step": 2},

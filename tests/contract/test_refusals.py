@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import host_only, scale
 from hindsight_oracle import DESIRED, GOALS, hindsight, reward_of
 from programs import any_program, run

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from devices import INTERPRETED
-from devices import device_fixture as device_fixture
 from refusals import whole_state
 
 from gpu_replay import Field, Hindsight, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
@@ -138,18 +137,6 @@ def test_flags_are_numbers_of_any_dtype(dtype: torch.dtype, device: str) -> None
         # looking would stall the device
         buffer.add(**row, terminated=flags * 7, mask=mask.to(device))
         assert buffer[[2, 3]].terminated.tolist() == [False, True]
-
-
-def test_columns_of_scalars_flags_and_priorities_in_an_extend(device: str) -> None:
-    fields = {name: ROW[name] for name in ("obs", "action")}
-    buffers = [TrajectoryReplayBuffer(12, 2, fields, sampler=RankBased(), device=device) for _ in "ab"]
-    steps = {"obs": torch.rand(3, 2, 2), "action": torch.arange(6).view(3, 2), "reward": torch.rand(3, 2)}
-    steps |= {"terminated": torch.eye(3)[:, :2] > 0, "truncated": torch.zeros(3, 2, dtype=torch.bool)}
-    steps["priority"] = torch.rand(3, 2)
-    buffers[0].extend(**steps)
-    columns = {name: value if name == "obs" else value[..., None] for name, value in steps.items()}
-    buffers[1].extend(**columns | {"terminated": columns["terminated"].to(torch.uint8)})
-    assert whole_state(buffers[0]) == whole_state(buffers[1])
 
 
 @pytest.mark.parametrize("final", ["array", "dict", "tuple"])

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import scale
 from model import StepModel
 from pairs import StepPair, live_through

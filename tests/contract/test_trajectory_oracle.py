@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from pairs import StepPair, play
 
 from gpu_replay import Field, Sequences

@@ -11,20 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import scale
 from transitions import make
 
 from gpu_replay import Field, ReplayBuffer
 
 pytestmark = pytest.mark.contract
-FIELDS = {"hidden": Field((3,), torch.float32), "note": Field((), torch.bfloat16), "flag": Field((), torch.bool)}
-
-
-def filled(device: str) -> ReplayBuffer:
-    buffer, number = ReplayBuffer(10, FIELDS, device=device), torch.arange(12)
-    buffer.add(hidden=number[:, None].expand(-1, 3).float(), note=number.bfloat16(), flag=number % 2 == 0)
-    return buffer
 
 
 # within a program, several programs, keys found by a launch of their own, and several launches of those
@@ -57,7 +49,8 @@ def test_nested_names_conversions_and_files(device: str, tmp_path: Any) -> None:
 
 
 def test_values_with_gradients_are_copies(device: str) -> None:
-    buffer, hidden = filled(device), torch.ones(2, 3, requires_grad=True)
+    buffer, hidden = make(10, hidden=Field((3,), torch.float32), device=device), torch.ones(2, 3, requires_grad=True)
+    buffer.add(hidden=torch.zeros(9, 3))
     for rows in (hidden, hidden * 2):
         buffer.write([5, 6], hidden=rows)
         assert torch.equal(buffer[[5, 6]].hidden.cpu(), rows.detach())

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from launches import rows_of
 from torch import Tensor
 
 from gpu_replay import ReplayBuffer, TrajectoryReplayBuffer
@@ -42,12 +43,7 @@ class Refusal(NamedTuple):
 
 def valid(buffer: ReplayBuffer | TrajectoryReplayBuffer) -> dict[str, Any]:
     """The arguments of an `add`: three rows, or one step of each environment."""
-    rows = buffer.num_envs if isinstance(buffer, TrajectoryReplayBuffer) else 3
-    given = {name: torch.zeros((rows, *field.shape), dtype=field.dtype) for name, field in buffer.fields.items()}
-    if isinstance(buffer, TrajectoryReplayBuffer):
-        no = torch.zeros(rows, dtype=torch.bool)
-        given |= {"reward": torch.zeros(rows), "terminated": no, "truncated": no}
-    return given
+    return rows_of(buffer, buffer.num_envs if isinstance(buffer, TrajectoryReplayBuffer) else 3)
 
 
 def whole_state(buffer: ReplayBuffer | TrajectoryReplayBuffer) -> str:
