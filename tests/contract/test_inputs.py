@@ -153,13 +153,13 @@ def test_arrays_of_any_type_are_stored_by_value_or_refused(kind: str, stored: to
 
 
 # wide integers that fit, wide floats that are rounded, and special floats, which are data
-FITTING: list[tuple[torch.dtype, Any]] = [
+FITTING = [
     (torch.int32, torch.tensor([-(2**31), 2**31 - 1, 0])),
     (torch.float32, torch.tensor([0, 2**32 - 1, 1]).to(torch.uint32)),
     (torch.float32, torch.tensor([0.1, 1 / 3, 2.0], dtype=torch.float64)),
     (torch.float32, torch.tensor([float("nan"), -float("inf"), -0.0])),
 ]
-OUT_OF_RANGE: list[tuple[torch.dtype, Any]] = [
+OUT_OF_RANGE = [
     (torch.int32, torch.tensor([1, 2**31])),
     (torch.int32, torch.tensor([-(2**31) - 1, 0])),
     (torch.uint8, torch.tensor([0, 256])),

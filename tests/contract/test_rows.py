@@ -175,7 +175,7 @@ def guesses(path: Path) -> dict[str, tuple[Callable[[], Any], type[Exception], s
     stream.save(path / "stream")
     env: Any = gymnasium.make("CartPole-v1")
     load = TrajectoryReplayBuffer.load
-    table: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    return {
         "positions": (lambda: rows.add(OBS, 1, 0.0, False), TypeError, r"add\(obs=..., action=.*4 positional"),  # type: ignore[arg-type]
         "from_env": (lambda: ReplayBuffer.from_env(env, 9), TypeError, r"ReplayBuffer\.from_spaces\(capacity, obs"),
         "n_steps": (lambda: TrajectoryReplayBuffer(9, 1, steps, n_steps=3), TypeError, "did you mean n_step\\?"),  # type: ignore[call-arg]
@@ -191,7 +191,6 @@ def guesses(path: Path) -> dict[str, tuple[Callable[[], Any], type[Exception], s
         "beta": (lambda: Proportional(beta=(0.4, 1.0)), TypeError, r"LinearSchedule\(start, end, steps\)"),  # type: ignore[arg-type]
         "early": (lambda: stream.sample(2), RuntimeError, "no eligible starts.*n_step=3 steps.*observation after"),
     }
-    return table
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is drawn or stored")

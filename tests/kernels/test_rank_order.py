@@ -67,10 +67,15 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def check(pair: Both) -> None:
-    """Compare all ranks."""
-    expected = by_rank(pair.model.held.items())
+    """Compare all ranks: each is drawn by the first or the last of its targets."""
+    expected = [key % pair.model.capacity for key in by_rank(pair.model.held.items())]
     if expected:
-        assert pair.buffer.sample(len(expected)).key.tolist() == expected
+        rows = pair.buffer._sampling.draw_by_rank((np.arange(len(expected)) % 2) * 0.999, stratified=True)
+        assert rows.slots.tolist() == expected
+        assert rows.total == len(expected) * rows.last
+        assert rows.masses.tolist() == [rows.last] * len(expected)
+        middles = (np.arange(len(expected)) + 0.5) / len(expected)
+        assert pair.buffer._sampling.draw_by_rank(middles, stratified=False).slots.tolist() == expected
 
 
 def change(pair: Both, add: Callable[[], object], draw: random.Random, kinds: int, turns: int) -> None:
