@@ -14,6 +14,7 @@ from pairs import Both, RowPair, StepPair, live_through
 
 from gpu_replay import Field, RankBased
 from gpu_replay.ops import ranks
+from gpu_replay.ops.counters import Counter as Count
 from gpu_replay.ops.ranks import HostRanks, cumulative_masses
 
 # priorities from the smallest to the largest, next to each other in their last bit and far apart
@@ -141,3 +142,14 @@ def test_new_slots_that_all_come_to_one_end(falling: bool, work: Counter[str]) -
     pair.add(350)
     check(pair)
     assert work["sorted"] == 2
+
+
+def test_a_new_key_is_seen_though_its_slot_keeps_its_code(monkeypatch: pytest.MonkeyPatch, work: Counter[str]) -> None:
+    monkeypatch.setattr(ranks, "_CHANGED", 1)
+    counters = np.zeros(Count.COUNT, dtype=np.int64)
+    order = HostRanks(np.ones(9, dtype=np.int64), counters, 0.0)
+    for added in (9, 10, 14):
+        counters[Count.ADDED] = added
+        slots = order.draw_ranks(np.zeros(9), stratified=True).slots
+        assert slots.tolist() == [(added + number) % 9 for number in range(9)]
+    assert work["sorted"] == 1
