@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import scale
 from programs import SAMPLERS
 from refusals import whole_state
 from torch import Tensor
 from transitions import NUMBER
 
-from gpu_replay import Batch, Field, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay import Batch, Field, ReplayBuffer, Sequences, TrajectoryReplayBuffer
 
 pytestmark = pytest.mark.contract
 
@@ -26,13 +25,16 @@ STEPS = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
 SAMPLED = ("uniform", "latest", "annealed", "rank-annealed", "combined-proportional")
 BUFFERS: dict[str, Callable[[Any, str], Any]] = {
     "transitions": lambda sampler, device: ReplayBuffer(50, NUMBER, sampler=sampler, device=device, seed=3),
-    "steps": lambda sampler, device: TrajectoryReplayBuffer(
-        60, 3, STEPS, n_step=2, stack=2, sampler=sampler, device=device, seed=3
-    ),
+    "steps": lambda sampler, device: of_steps(sampler, device, n_step=2, stack=2),
+    "sequences": lambda sampler, device: of_steps(sampler, device, sequences=Sequences(3)),
 }
 ROWS = 8
 # of a buffer that is filled, and of a step that is called
 TURNS, CALLS = scale((12, 16), (4, 4))
+
+
+def of_steps(sampler: Any, device: str, **settings: Any) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(60, 3, STEPS, sampler=sampler, device=device, seed=3, **settings)
 
 
 def add(buffer: Any, turn: int | Tensor) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import scale, statistical, thinned
 from distribution import check_counts
 from model import UNIT, by_rank

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import on_device
+from pairs import StepPair, play
 
 from gpu_replay import Field, TrajectoryReplayBuffer
 from gpu_replay.ops.steps import Flag
 
 gymnasium = pytest.importorskip("gymnasium")
 
-pytestmark = pytest.mark.contract
+# each test says which of them come
+SAID = pytest.mark.filterwarnings("error:.*this warning comes once:UserWarning")
+pytestmark = [pytest.mark.contract, SAID]
 
 FRAMES = {"obs": Field((84, 84), torch.uint8), "action": Field((), torch.int64)}
 RESETS = r"(?s)the step after an episode's end has a reward or a flag.*'disabled' or 'same_step'.*from_env.*final_obs="
@@ -53,23 +54,19 @@ def test_one_environment_without_autoreset_is_warned_of_where_it_is_made(device:
         with pytest.warns(UserWarning, match=UNSAID) as seen:
             unsaid = make(1)
         assert [(warning.filename, warning.lineno) for warning in seen] == [(__file__, make.__code__.co_firstlineno)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            said = make(1, autoreset="next_step")
-            assert (type(unsaid.autoreset), repr(unsaid)) == (str, repr(said))
-            make(2)
-            for mode in ("same_step", "disabled"):
-                make(1, autoreset=mode)
-            # nobody chose anew
-            unsaid.save(tmp_path / "saved")
-            TrajectoryReplayBuffer.load(tmp_path / "saved", device)
-            said.load_state_dict(unsaid.state_dict())
-            copy.deepcopy(unsaid)
-            remake, arguments = unsaid.__reduce__()
-            remake(*arguments)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        TrajectoryReplayBuffer.from_env(pendulum(5), 8, device=device)
+        said = make(1, autoreset="next_step")
+        assert (type(unsaid.autoreset), repr(unsaid)) == (str, repr(said))
+        make(2)
+        for mode in ("same_step", "disabled"):
+            make(1, autoreset=mode)
+        # nobody chose anew
+        unsaid.save(tmp_path / "saved")
+        TrajectoryReplayBuffer.load(tmp_path / "saved", device)
+        said.load_state_dict(unsaid.state_dict())
+        copy.deepcopy(unsaid)
+        remake, arguments = unsaid.__reduce__()
+        remake(*arguments)
+    TrajectoryReplayBuffer.from_env(pendulum(5), 8, device=device)
     assert "autoreset: 'Autoreset | AutoresetMode' = 'next_step'" in str(inspect.signature(TrajectoryReplayBuffer))
     with pytest.raises(ValueError, match="autoreset"):
         TrajectoryReplayBuffer(8, 1, FRAMES, autoreset=None, device=device)  # type: ignore[arg-type]
@@ -79,9 +76,7 @@ def pendulum(steps: int) -> Any:
     return gymnasium.make("Pendulum-v1", max_episode_steps=steps)
 
 
-def classic_loop(
-    env: Any, buffer: TrajectoryReplayBuffer, steps: int, final: bool = True
-) -> dict[int, tuple[Any, bool]]:
+def classic_loop(env: Any, buffer: TrajectoryReplayBuffer, steps: int) -> dict[int, tuple[Any, bool]]:
     """The loop of every tutorial, over one environment; returns what came after each step, and whether it ended it."""
     after: dict[int, tuple[Any, bool]] = {}
     obs, _ = env.reset(seed=0)
@@ -91,29 +86,17 @@ def classic_loop(
         following, reward, terminated, truncated, _ = env.step(action)
         given = {"obs": obs[None], "action": action[None], "reward": np.array([reward], np.float32)}
         given |= {"terminated": np.array([terminated]), "truncated": np.array([truncated])}
-        buffer.add(**given, final_obs=following[None] if final and truncated else None)
+        buffer.add(**given, final_obs=following[None] if truncated else None)
         after[step] = following, truncated
         obs = env.reset()[0] if terminated or truncated else following
     return after
 
 
-def test_the_classic_loop_into_a_buffer_that_expects_reset_steps_is_told(device: str) -> None:
-    env = pendulum(5)
-    spaces = env.observation_space, env.action_space
-    buffer = TrajectoryReplayBuffer.from_spaces(100, 1, *spaces, autoreset="next_step", device=device)
-    told(buffer, RESETS, lambda: classic_loop(env, buffer, 6, final=False))
-    classic_loop(env, buffer, 30, final=False)
-    # five endings of the second loop, after whose last one nothing came, and that of the first
-    assert (buffer.stats().unexpected_resets, buffer.stats().lost_truncations) == (6, 0)
-
-
 def test_from_env_makes_the_buffer_for_the_classic_loop(device: str) -> None:
     env = pendulum(5)
     buffer = TrajectoryReplayBuffer.from_env(env, 100, device=device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        after = classic_loop(env, buffer, 30)
-        stats = buffer.stats()
+    after = classic_loop(env, buffer, 30)
+    stats = buffer.stats()
     assert (stats.unexpected_resets, stats.lost_truncations, stats.eligible) == (0, 0, 30)
     batch = buffer[list(after)]
     assert batch.truncated.tolist() == [ended for _, ended in after.values()]
@@ -137,10 +120,8 @@ def test_each_autoreset_mode_of_gymnasium_into_a_buffer_made_by_hand(mode: Any, 
             obs = after
 
     if mode == gymnasium.vector.AutoresetMode.NEXT_STEP:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            loop()
-            assert buffer.stats().unexpected_resets == 0
+        loop()
+        assert buffer.stats().unexpected_resets == 0
     else:
         told(buffer, RESETS, loop)
         assert buffer.stats().unexpected_resets == 2 * 3
@@ -180,15 +161,13 @@ def test_a_warning_that_is_an_error_stores_nothing(autoreset: Any, device: str) 
     many = {name: torch.stack([value, value]) for name, value in odd.items()}
     if on_device(buffer):
         buffer.extend(**many)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # on a device the steps are stored by then, and it is told once
-        calls: list[Callable[[], Any]] = 2 * [lambda: buffer.add(**odd), lambda: buffer.extend(**many)]
-        for call in [buffer.stats] if on_device(buffer) else calls:
-            with pytest.raises(UserWarning, match=RESETS if autoreset == "next_step" else LOST):
-                call()
-        for _ in range(3):
-            buffer.stats()
+    # on a device the steps are stored by then, and it is told once
+    calls: list[Callable[[], Any]] = 2 * [lambda: buffer.add(**odd), lambda: buffer.extend(**many)]
+    for call in [buffer.stats] if on_device(buffer) else calls:
+        with pytest.raises(UserWarning, match=RESETS if autoreset == "next_step" else LOST):
+            call()
+    for _ in range(3):
+        buffer.stats()
     if not on_device(buffer):
         after = buffer.state_dict()
         assert after["counters"] == before["counters"]
@@ -206,6 +185,7 @@ def test_a_warning_that_is_an_error_stores_nothing(autoreset: Any, device: str) 
         (64_000, (84, 84), 2_000),
         (320, (128, 128, 3), 64),
         (3_200, (128, 128, 3), 100),
+        (4, (4, 1024, 1024), 4),
         (100, (4,), 100),
         (98_304, (8,), 98_304),
         (262_144, (16,), 262_144),
@@ -224,17 +204,13 @@ def test_final_observations_have_places_for_one_step_in_32_at_least(
 def test_truncated_episodes_without_a_final_observation_are_counted_and_told_once(device: str) -> None:
     buffer = TrajectoryReplayBuffer(50, 1, FRAMES, autoreset="disabled", final_capacity=2, device=device)
     given = step(truncated=True, final_obs=torch.ones(1, 84, 84, dtype=torch.uint8))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for each in (given, step(terminated=True), step(terminated=True, truncated=True), given):
-            buffer.add(**each)
-        assert buffer.stats().lost_truncations == 0
+    for each in (given, step(terminated=True), step(terminated=True, truncated=True), given):
+        buffer.add(**each)
+    assert buffer.stats().lost_truncations == 0
     # both places are taken
     told(buffer, LOST, lambda: buffer.add(**given))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        buffer.add(**step(truncated=True))
-        stats = buffer.stats()
+    buffer.add(**step(truncated=True))
+    stats = buffer.stats()
     assert (stats.lost_truncations, stats.eligible, stats.unexpected_resets) == (2, 4, 0)
 
 
@@ -242,91 +218,32 @@ def test_counts_and_places_are_those_of_the_checkpoint(tmp_path: Path, device: s
     buffer = TrajectoryReplayBuffer(50, 1, FRAMES, autoreset="same_step", final_capacity=3, device=device)
     told(buffer, LOST, lambda: buffer.add(**step(truncated=True)))
     buffer.save(tmp_path / "c")
-    with warnings.catch_warnings():
-        # it is not this buffer that lost it
-        warnings.simplefilter("error")
-        loaded = TrajectoryReplayBuffer.load(tmp_path / "c", device)
-        assert loaded.stats().lost_truncations == 1
-        assert loaded.state_dict()["settings"]["final_capacity"] == 3
+    # it is not this buffer that lost it
+    loaded = TrajectoryReplayBuffer.load(tmp_path / "c", device)
+    assert loaded.stats().lost_truncations == 1
+    assert loaded.state_dict()["settings"]["final_capacity"] == 3
     told(loaded, LOST, lambda: loaded.add(**step(truncated=True)))
     assert loaded.stats().lost_truncations == 2
-
-
-# one environment whose every number says its step: obs t, the final observation of step t is 100 + t
-NUMBERS = {"obs": Field((), torch.float32), "action": Field((), torch.int64)}
-
-
-def numbers(*letters: str, mode: str = "same_step", device: str, **settings: Any) -> TrajectoryReplayBuffer:
-    """A buffer of streams of steps: T terminated, U truncated, a full stop neither; of each the final observation."""
-    many = [[letter in ends for ends in ("T", "U") for letter in step] for step in zip(*letters, strict=True)]
-    envs = len(letters)
-    buffer = TrajectoryReplayBuffer(20 * envs, envs, NUMBERS, autoreset=mode, device=device, **settings)  # type: ignore[arg-type]
-    for number, flags in enumerate(many):
-        finals = {} if mode == "next_step" else {"final_obs": np.full(envs, 100.0 + number, np.float32)}
-        ends = {"terminated": np.array(flags[:envs]), "truncated": np.array(flags[envs:])}
-        rows = {"obs": np.full(envs, number, np.float32), "action": np.zeros(envs, np.int64)}
-        buffer.add(**rows, reward=np.zeros(envs), **ends, **finals)
-    return buffer
-
-
-def after(buffer: TrajectoryReplayBuffer, *keys: int) -> list[float]:
-    result: list[float] = buffer[list(keys)].next_obs.tolist()
-    return result
-
-
-def test_next_obs_of_a_terminated_window_is_its_final_observation(device: str) -> None:
-    assert after(numbers("..T..T", mode="next_step", device=device), 0, 1, 2, 5) == [1, 2, 3, 5]
-    kept = {"terminal_obs": True, "device": device}
-    assert after(numbers("..T..T", **kept), 0, 1, 2, 3, 5) == [1, 2, 102, 4, 105]
-    # windows of several steps, and a stack that ends with it
-    assert after(numbers("...T..", n_step=2, **kept), 0, 1, 2, 3) == [2, 3, 103, 103]
-    stacks = numbers("...T.", stack=3, mode="disabled", **kept)[[3]].next_obs
-    assert stacks.tolist() == [[2, 3, 103]]
-    # without the setting it is not kept, and the last one stands for it
-    assert after(numbers("..T..T", device=device), 1, 2, 5) == [2, 2, 5]
-
-
-def test_final_observations_of_terminated_episodes_outlive_copies_and_checkpoints(tmp_path: Path, device: str) -> None:
-    buffer = numbers("..T..", terminal_obs=True, device=device)
-    buffer.save(tmp_path / "c")
-    for other in (TrajectoryReplayBuffer.load(tmp_path / "c", device), copy.deepcopy(buffer)):
-        assert after(other, 2) == [102]
-        other.add(obs=[9.0], action=[0], reward=[0.0], terminated=[True], truncated=[False], final_obs=[50.0])
-        assert after(other, 5) == [50]
+    settings: dict[str, Any] = {"autoreset": "same_step", "final_capacity": 3, "terminal_obs": True, "device": device}
     with pytest.raises(ValueError, match="terminal_obs"):
-        numbers("..", device=device).load_state_dict(buffer.state_dict())
+        TrajectoryReplayBuffer(50, 1, FRAMES, **settings).load_state_dict(loaded.state_dict())
+
+
+NUMBERS = {"obs": Field((), torch.float32), "action": Field((), torch.int64)}
 
 
 def test_a_state_of_an_earlier_version_gives_final_observations_too(device: str) -> None:
     """It knows no flag for them where the next step has them."""
-    buffer = numbers("..T..U..T", "....T....", mode="next_step", device=device)
-    state = buffer.state_dict()
+    pair = StepPair(40, 2, fields=NUMBERS, device=device)
+    play(pair, "..T..U..T", "....T....", fields=NUMBERS)
+    state = pair.buffer.state_dict()
     state["tensors"]["streams.flags"] &= 255 - Flag.FINAL
     for name in ("NONFINITE", "TERMINALS", "LOST_TERMINALS"):
         del state["counters"][name]
-    buffer.load_state_dict(state)
-    assert after(buffer, 2, 4, 8, 10, 9, 16) == [2, 3, 5, 6, 5, 8]
-
-
-def test_truncated_episodes_take_the_places_of_terminated_ones(device: str) -> None:
-    settings = {"terminal_obs": True, "final_capacity": 2, "device": device}
-    buffer = numbers("TT.U", **settings)
-    assert (after(buffer, 0, 1, 3), buffer.stats().lost_terminal_obs) == ([100, 1, 103], 1)
-    buffer = numbers("TTUUT", **settings)
-    assert (after(buffer, 0, 1, 2, 3, 4), buffer.stats().lost_terminal_obs) == ([0, 1, 102, 103, 4], 3)
-    # of one step the truncated ones come first
-    buffer = numbers("T", "T", "U", "T", **{**settings, "final_capacity": 3})
-    assert (after(buffer, 0, 1, 2, 3), buffer.stats().lost_terminal_obs) == ([100, 100, 100, 0], 1)
-    buffer = numbers("T", "U", **{**settings, "final_capacity": 1})
-    assert (after(buffer, 0, 1), buffer.stats().lost_terminal_obs) == ([0, 100], 1)
-    assert buffer.stats().lost_truncations == 0
-
-
-def test_terminal_obs_without_a_place_is_refused(device: str) -> None:
-    with pytest.raises(ValueError, match="final_capacity=0. Raise it"):
-        numbers("..", terminal_obs=True, final_capacity=0, device=device)
-    with pytest.raises(TypeError, match="terminal_obs"):
-        numbers("..", terminal_obs=1, device=device)
+    pair.buffer.load_state_dict(state)
+    # of the last one its own stands for it
+    assert pair.buffer[[4, 9, 16]].next_obs.tolist() == [4, 106, 9]
+    pair.check_contents()
 
 
 def test_rewards_that_are_not_finite_are_counted(device: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 
 from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer
 

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 from devices import INTERPRETED, scale
-from devices import device_fixture as device_fixture
 from pairs import RowPair, StepPair, play
 from programs import SAMPLERS
-from refusals import LOSSY, whole_state
+from refusals import LOSSY
 from tolerances import close
 from torch import Tensor
 from transitions import EXACT, fill, make, same
@@ -105,19 +104,11 @@ def test_the_same_numbers_are_stored_whatever_their_form(kind: str, form: str, d
         assert buffer.priorities(keys).tolist() == ([1.0] * 4 if form == "list" else values[:, 0, 0].tolist())
 
 
-def test_arrays_as_other_libraries_give_them_and_numbers_of_numpy_in_settings(device: str) -> None:
+def test_numbers_of_numpy_in_settings(device: str) -> None:
     sampler = Combined(Proportional(alpha=np.float32(1.0), beta=np.float16(0.5), eps=0.0), newest=np.uint8(2))
-    buffer = ReplayBuffer(400, {"obs": Field((), torch.uint8)}, sampler=sampler, device=device)
-    keys = buffer.add(obs=np.arange(300)[::-1] % 100)
-    assert buffer[keys].obs.tolist() == [number % 100 for number in reversed(range(300))]
-    given = keys.cpu().numpy().copy(), np.full(300, 0.5, np.float32)
-    for array in given:
-        array.setflags(write=False)
-    buffer.update_priorities(*given)
-    assert buffer.priorities(keys).tolist() == [0.5] * 300
+    buffer = make(np.int64(400), sampler, device=device)
+    fill(buffer, 300)
     assert buffer.sample(299).key[-2:].tolist() == [298, 299]
-    with pytest.raises(ValueError, match="at least one Field"):
-        ReplayBuffer(4, {"obs": {}})
 
 
 GIVEN: list[Any] = [
@@ -162,13 +153,13 @@ def test_arrays_of_any_type_are_stored_by_value_or_refused(kind: str, stored: to
 
 
 # wide integers that fit, wide floats that are rounded, and special floats, which are data
-FITTING: list[tuple[torch.dtype, Any]] = [
+FITTING = [
     (torch.int32, torch.tensor([-(2**31), 2**31 - 1, 0])),
     (torch.float32, torch.tensor([0, 2**32 - 1, 1]).to(torch.uint32)),
     (torch.float32, torch.tensor([0.1, 1 / 3, 2.0], dtype=torch.float64)),
     (torch.float32, torch.tensor([float("nan"), -float("inf"), -0.0])),
 ]
-OUT_OF_RANGE: list[tuple[torch.dtype, Any]] = [
+OUT_OF_RANGE = [
     (torch.int32, torch.tensor([1, 2**31])),
     (torch.int32, torch.tensor([-(2**31) - 1, 0])),
     (torch.uint8, torch.tensor([0, 256])),
@@ -224,18 +215,6 @@ def test_many_fields_of_odd_sizes_keep_their_rows_together(device: str) -> None:
     batch = buffer.sample(10)
     for side in sides:
         assert torch.equal(batch[f"part{side}"].long(), batch.key[:, None].expand(-1, side)), side
-
-
-@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
-def test_each_step_may_say_that_it_has_no_final_observation(autoreset: Any, device: str) -> None:
-    steps = {"obs": torch.ones(3, 2), "action": torch.zeros(3, 2, dtype=torch.int64), "reward": torch.ones(3, 2)}
-    steps |= {"terminated": torch.zeros(3, 2, dtype=torch.bool), "truncated": torch.tensor([[True, False]] * 3)}
-    fields = {"obs": Field((), torch.float32), **ACTION}
-    one, other = (TrajectoryReplayBuffer(8, 2, fields, autoreset=autoreset, device=device) for _ in range(2))
-    one.extend(**steps, final_obs=[None] * 3)
-    for step in range(3):
-        other.add(**{name: value[step] for name, value in steps.items()}, final_obs=None)
-    assert whole_state(one) == whole_state(other)
 
 
 # how values leave

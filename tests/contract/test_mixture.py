@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import scale
 from pairs import StepPair, live_through
 from transitions import EXACT, NUMBER, check_rows, fill, make, same

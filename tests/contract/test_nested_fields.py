@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import scale
 from transitions import same
 
@@ -100,7 +99,7 @@ def stacked(values: list[Any]) -> Any:
     return np.stack(values)
 
 
-FORMS = ["masked", "objects", "dict", "dict of objects", "list", "dotted"]
+FORMS = ["masked", "objects", "dict", "dict of objects", "list", "dotted", "both"]
 
 
 # they are one before any kernel sees them
@@ -128,7 +127,9 @@ def test_final_observations_come_in_every_form(form: str, device: str, tmp_path:
             "list": objects(rows),
         }
         played.append({"obs": observed(number), **step})
-        given.append(dotted if form == "dotted" else {"final_obs": forms[form]})
+        arm = {"final_obs.robot.arm": columns["obs.robot.arm"]}
+        both = {"final_obs": {"image": final["image"], "robot": {"a-b/0": final["robot"]["a-b/0"]}}, **arm}
+        given.append({"dotted": dotted, "both": both}.get(form) or {"final_obs": forms[form]})
         buffer.add(**played[-1], **given[-1])
     many = stacked(played)
     # arrays may lie on disk

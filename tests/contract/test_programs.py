@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from devices import INTERPRETED, host_only, scale, thinned
-from devices import device_fixture as device_fixture
 from model import UNIT, place, stratum
 from programs import KINDS, SAMPLERS, Program, any_program, run
 from transitions import EXACT, NUMBER

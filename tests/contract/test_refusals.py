@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import host_only, scale
 from hindsight_oracle import DESIRED, GOALS, hindsight, reward_of
 from programs import any_program, run
@@ -30,6 +29,8 @@ from gpu_replay import (
     Proportional,
     RankBased,
     ReplayBuffer,
+    ReplayMixture,
+    Sequences,
     TrajectoryReplayBuffer,
     Uniform,
 )
@@ -95,6 +96,7 @@ WRONG: list[tuple[Any, Any, dict[str, list[Any]]]] = [
     (steps, TypeError, {"num_envs": [1.5], "gamma": ["0.9"], "stack": [2.0], "n_step": [True]}),
     (steps, LOSSY, {"autoreset": ["never"], "padding": ["edge"], "sampler": ["uniform", Uniform]}),
     (finals, ValueError, {"final_capacity": [-1]}),
+    (finals, TypeError, {"terminal_obs": [1]}),
     (rows, ValueError, {"capacity": [0, -1]}),
     (rows, TypeError, {"capacity": [True, 2.5], "seed": [0.5]}),
     (rows, (ValueError, RuntimeError, TypeError), {"device": ["abacus"]}),
@@ -118,6 +120,10 @@ WRONG: list[tuple[Any, Any, dict[str, list[Any]]]] = [
     (hindsight, ValueError, {"gamma": [0.9]}),
     (goals, TypeError, {"relabel": [reward_of]}),
     (goals, ValueError, {"n_step": [2]}),
+    (partial(Sequences, 2), TypeError, {"strict": [1]}),
+    (partial(Sequences, 2), ValueError, {"stride": [0]}),
+    (Sequences, ValueError, {"length": [0]}),
+    (Sequences, TypeError, {"length": [1.5]}),
 ]
 BUILT: list[tuple[Callable[[], Any], Any, str]] = [
     *(
@@ -130,6 +136,7 @@ BUILT: list[tuple[Callable[[], Any], Any, str]] = [
         for name, values in settings.items()
         for value in values
     ),
+    (lambda: finals(terminal_obs=True, final_capacity=0), ValueError, "final_capacity=0. Raise it"),
     (lambda: steps(capacity=2), ValueError, r"(?is)capacity.*2.*3|3.*capacity.*2"),
     *((lambda make=make: make(capacity=2**31), ValueError, "capacity") for make in (rows, steps)),
     (lambda: steps(num_envs=13), ValueError, r"(?is)12.*13|13.*12"),
@@ -137,6 +144,7 @@ BUILT: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: steps(n_step=7, num_envs=2), ValueError, r"n_step=7 is longer than the ring.*6 steps of each of the 2"),
     (lambda: steps(stack=2**31), ValueError, "must be at most"),
     *((lambda make=make: make(fields={}), ValueError, "(?i)field") for make in (rows, steps)),
+    (lambda: rows(fields={"obs": {}}), ValueError, "at least one Field"),
     (lambda: rows(fields=[OBS, ACTION]), TypeError, "(?i)field"),
     (lambda: rows(fields={"obs": torch.float32}), TypeError, "obs"),
     *((lambda name=name: rows(fields={name: SCALAR}), ValueError, "a string") for name in ("", "a.", ".a", 3)),
@@ -148,10 +156,21 @@ BUILT: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: Field((3, -1), torch.float32), ValueError, "-1"),
     *((lambda kind=kind: Field(*kind), ValueError, "Field scale must be 0 or of a size") for kind in NO_SCALES),
     (lambda: rows(fields={"obs": Field((10**30, 2), torch.uint8)}), ValueError, "at most 281,474,976,710,656 elements"),
+    (lambda: steps(random_shift=0), TypeError, "no setting .random_shift. any more: .*eight lines of torch"),
+    (lambda: steps(sequences=80), TypeError, r"must be Sequences\(80\), or None .* found 80"),
+    (lambda: steps(sequences="L"), TypeError, r"must be Sequences\(length\).* found 'L'"),
     (
-        lambda: steps(random_shift=0),
-        TypeError,
-        "no setting .random_shift. any more: .*eight lines of torch",
+        lambda: steps(capacity=60, n_step=3, stack=2, sequences=Sequences(17)),
+        *(ValueError, r"n_step=3 and stack=2 a row needs 21 steps .* 20 of each.* capacity to at least 63"),
+    ),
+    (
+        lambda: goals(capacity=90, sequences=Sequences(3)),
+        ValueError,
+        "relabel rewrites single steps.*without sequences, or without relabel",
+    ),
+    (
+        lambda: ReplayMixture([steps(), steps(sequences=Sequences(3))], [0.5, 0.5]),
+        *(ValueError, r"kind of row \(sequences=\); number 1 has Sequences\(length=3.*first one None. Make them alike"),
     ),
     (lambda: Combined(Uniform(), newest=0), ValueError, "newest"),
     (lambda: Combined("uniform"), TypeError, "base"),

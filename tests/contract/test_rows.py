@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from devices import INTERPRETED
-from devices import device_fixture as device_fixture
 from refusals import whole_state
 
 from gpu_replay import Field, Hindsight, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
@@ -119,31 +118,6 @@ def test_no_rows_of_vectors_and_images_are_stored(form: str, device: str) -> Non
     assert whole_state(buffer) == before
 
 
-def test_no_rows_are_no_step(device: str) -> None:
-    fields = {name: ROW[name] for name in ("obs", "action")}
-    for envs in (1, 2):
-        buffer = TrajectoryReplayBuffer(10, envs, fields, device=device, autoreset="same_step")
-        empty: dict[str, Any] = {key: [] for key in ("obs", "action", "reward", "terminated", "truncated")}
-        with pytest.raises(ValueError, match=rf"'obs' needs shape \[{envs}, 2\], one step of each.*found \[0\]"):
-            buffer.add(**empty)
-        with pytest.raises(ValueError, match=rf"'obs' needs shape \[T, {envs}, 2\].*found \[0\]"):
-            buffer.extend(**empty)
-        assert buffer.added == 0
-
-
-def test_gymnasiums_reset_rows_are_left_out_also_where_all_environments_end_at_once(device: str) -> None:
-    envs = gymnasium.make_vec("Pendulum-v1", num_envs=2, vectorization_mode="sync", max_episode_steps=4)
-    buffer = ReplayBuffer.from_spaces(50, envs.single_observation_space, envs.single_action_space, device=device)
-    (obs, _), ended = envs.reset(seed=0), np.zeros(2, bool)
-    for _ in range(11):
-        action = envs.action_space.sample()
-        after, reward, terminated, truncated, _ = envs.step(action)
-        row = {"obs": obs, "action": action, "reward": reward, "next_obs": after, "terminated": terminated}
-        buffer.add(**{name: value[~ended] for name, value in row.items()})
-        obs, ended = after, terminated | truncated
-    assert len(buffer) == 2 * (11 - 2)
-
-
 DTYPES = [torch.uint8, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -163,18 +137,6 @@ def test_flags_are_numbers_of_any_dtype(dtype: torch.dtype, device: str) -> None
         # looking would stall the device
         buffer.add(**row, terminated=flags * 7, mask=mask.to(device))
         assert buffer[[2, 3]].terminated.tolist() == [False, True]
-
-
-def test_columns_of_scalars_flags_and_priorities_in_an_extend(device: str) -> None:
-    fields = {name: ROW[name] for name in ("obs", "action")}
-    buffers = [TrajectoryReplayBuffer(12, 2, fields, sampler=RankBased(), device=device) for _ in "ab"]
-    steps = {"obs": torch.rand(3, 2, 2), "action": torch.arange(6).view(3, 2), "reward": torch.rand(3, 2)}
-    steps |= {"terminated": torch.eye(3)[:, :2] > 0, "truncated": torch.zeros(3, 2, dtype=torch.bool)}
-    steps["priority"] = torch.rand(3, 2)
-    buffers[0].extend(**steps)
-    columns = {name: value if name == "obs" else value[..., None] for name, value in steps.items()}
-    buffers[1].extend(**columns | {"terminated": columns["terminated"].to(torch.uint8)})
-    assert whole_state(buffers[0]) == whole_state(buffers[1])
 
 
 @pytest.mark.parametrize("final", ["array", "dict", "tuple"])
@@ -203,13 +165,6 @@ def test_the_classic_loop_gives_its_rows_as_they_come(final: str, device: str) -
     assert buffer.stats().lost_truncations == 0
 
 
-def test_a_step_of_several_environments_has_the_axis(device: str) -> None:
-    fields = {name: ROW[name] for name in ("obs", "action")}
-    buffer = TrajectoryReplayBuffer(10, 2, fields, device=device)
-    with pytest.raises(ValueError, match=r"'obs' needs shape \[2, 2\], one step of each of the 2 environments"):
-        buffer.add(obs=OBS, action=1, reward=0.0, terminated=False, truncated=False)
-
-
 def guesses(path: Path) -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
     """What other libraries have, by what it is, and the answer."""
     steps = {name: ROW[name] for name in ("obs", "action")}
@@ -220,7 +175,7 @@ def guesses(path: Path) -> dict[str, tuple[Callable[[], Any], type[Exception], s
     stream.save(path / "stream")
     env: Any = gymnasium.make("CartPole-v1")
     load = TrajectoryReplayBuffer.load
-    table: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    return {
         "positions": (lambda: rows.add(OBS, 1, 0.0, False), TypeError, r"add\(obs=..., action=.*4 positional"),  # type: ignore[arg-type]
         "from_env": (lambda: ReplayBuffer.from_env(env, 9), TypeError, r"ReplayBuffer\.from_spaces\(capacity, obs"),
         "n_steps": (lambda: TrajectoryReplayBuffer(9, 1, steps, n_steps=3), TypeError, "did you mean n_step\\?"),  # type: ignore[call-arg]
@@ -236,7 +191,6 @@ def guesses(path: Path) -> dict[str, tuple[Callable[[], Any], type[Exception], s
         "beta": (lambda: Proportional(beta=(0.4, 1.0)), TypeError, r"LinearSchedule\(start, end, steps\)"),  # type: ignore[arg-type]
         "early": (lambda: stream.sample(2), RuntimeError, "no eligible starts.*n_step=3 steps.*observation after"),
     }
-    return table
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is drawn or stored")

@@ -1,4 +1,4 @@
-"""Rows that are sequences of steps: what their settings may be, what a row bootstraps from, and other rows on loading.
+"""Rows that are sequences of steps: how long they may be, what is missing, and other rows on loading.
 
 Which steps begin a row, and what it holds, is compared with the model in `test_programs.py` and, worked out by hand, in
 `test_trajectory_oracle.py`.
@@ -9,30 +9,17 @@ from __future__ import annotations
 import copy
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import scale
-from hindsight_oracle import GOALS, hindsight
 from model import StepModel
 from pairs import StepPair, live_through
 from programs import SAMPLERS
 
-from gpu_replay import (
-    Batch,
-    Combined,
-    Field,
-    Latest,
-    Proportional,
-    ReplayMixture,
-    Sequences,
-    TrajectoryReplayBuffer,
-    Uniform,
-)
+from gpu_replay import Field, Sequences, TrajectoryReplayBuffer
 
 pytestmark = pytest.mark.contract
 
@@ -44,113 +31,12 @@ def made(device: str, envs: int = 4, steps: int = 1000, **settings: Any) -> Traj
     return TrajectoryReplayBuffer(envs * steps, envs, FIELDS, **known)
 
 
-def fill(buffer: TrajectoryReplayBuffer, steps: int, limit: int = 0) -> TrajectoryReplayBuffer:
-    """Steps whose observation is their number, and whose episodes a time limit ends without a final observation."""
-    envs = buffer.num_envs
+def fill(buffer: TrajectoryReplayBuffer, steps: int) -> TrajectoryReplayBuffer:
+    """Steps in which nothing ends."""
+    zero = torch.zeros(buffer.num_envs)
     for _ in range(steps):
-        number = buffer.added // envs
-        ended = torch.full((envs,), limit > 0 and number % limit == limit - 1)
-        row = {"obs": torch.full((envs,), float(number)), "action": torch.arange(envs) + number * envs}
-        buffer.add(**row, reward=torch.ones(envs), terminated=ended & False, truncated=ended)
+        buffer.add(obs=zero, action=zero.long(), reward=zero, terminated=zero > 0, truncated=zero > 0)
     return buffer
-
-
-# sampler, rows, batch, steps, time limit, steps of a window
-BOOTSTRAPS: dict[str, tuple[Any, Sequences, int, int, int, int]] = {
-    "a rollout": (Latest(), Sequences(32), 4, 100, 0, 1),
-    "half of them new": (Combined(Uniform(), newest=16), Sequences(20), 32, 120, 0, 1),
-    "strict": (Uniform(replacement=True), Sequences(5, strict=True), 64, 60, 0, 1),
-    "time limits": (Uniform(replacement=True), Sequences(10), 64, 120, 20, 1),
-    "time limits, strict": (Uniform(replacement=True), Sequences(10, strict=True), 64, 120, 20, 1),
-    "time limits, windows": (Uniform(replacement=True), Sequences(10), 64, 120, 20, 3),
-}
-
-
-@pytest.mark.filterwarnings("ignore:an episode was truncated:UserWarning")
-@pytest.mark.parametrize("case", BOOTSTRAPS)
-def test_a_step_that_counts_bootstraps_from_the_observation_after_its_window(case: str, device: str) -> None:
-    sampler, rows, size, steps, limit, n_step = BOOTSTRAPS[case]
-    buffer = fill(made(device, sampler=sampler, sequences=rows, n_step=n_step), steps, limit)
-    batch = buffer.sample(size)
-    assert bool(batch.mask[:, 0].all())
-    expected = torch.full_like(batch.discount, 0.9**n_step)
-    assert torch.equal(batch.next_obs[batch.mask], batch.obs[batch.mask] + n_step)
-    assert torch.allclose(batch.discount[batch.mask], expected[batch.mask])
-    assert not batch.discount[~batch.mask].any()
-    if limit:
-        # the last steps of an episode, whose windows reach its end
-        number = batch.obs % limit
-        same = batch.obs // limit == batch.obs[:, :1] // limit
-        assert torch.equal(batch.mask, same & (number < limit - n_step))
-
-
-@pytest.mark.filterwarnings("ignore:an episode was truncated:UserWarning")
-def test_an_episode_that_a_time_limit_ends_is_a_strict_row_whose_last_step_is_masked(device: str) -> None:
-    buffer = fill(made(device, sequences=Sequences(20, strict=True)), 65, limit=20)
-    batch = buffer.sample(12)
-    assert sorted(batch.key.tolist()) == [t * 4 + e for t in (0, 20, 40) for e in range(4)]
-    assert batch.mask.tolist() == [[True] * 19 + [False]] * 12
-    assert batch.truncated.tolist() == [[False] * 19 + [True]] * 12
-
-
-def test_keys_of_all_steps_follow_from_that_of_the_first(device: str) -> None:
-    buffer = fill(made(device, sequences=Sequences(6, stride=4), n_step=2), 40)
-    batch = buffer.sample(8)
-    assert (batch.key // 4 % 4).tolist() == [0] * 8
-    keys = batch.key[:, None] + torch.arange(6, device=batch.key.device) * 4
-    assert torch.equal(batch.action, keys)
-    parts = batch.minibatches(4) if hasattr(batch, "minibatches") else [batch[i::4] for i in range(4)]
-    assert [tuple(part.obs.shape) for part in parts] == [(2, 6)] * 4
-
-
-def test_a_captured_step_learns_from_rows(device: str) -> None:
-    rows = {"sampler": Proportional(alpha=1.0, eps=0.0), "sequences": Sequences(5), "seed": 3}
-    buffer, twin = (fill(made(device, **rows), 30) for _ in range(2))
-
-    def learn(batch: Batch) -> torch.Tensor:
-        return (batch.mask * batch.obs).amax(1) % 8 + 1
-
-    step = buffer.capture(6, learn)
-    for _ in range(3):
-        step()
-        batch = twin.sample(6)
-        twin.update_priorities(batch.key, learn(batch))
-    assert torch.equal(buffer.masses(), twin.masses())
-
-
-WRONG: dict[str, tuple[Callable[[str], Any], type[Exception], str]] = {
-    "a number": (lambda device: made(device, sequences=80), TypeError, r"must be Sequences\(80\), or None .* found 80"),
-    "a name": (lambda device: made(device, sequences="L"), TypeError, r"must be Sequences\(length\).* found 'L'"),
-    "no steps": (lambda _: Sequences(0), ValueError, "length must be at least 1; found 0"),
-    "half a step": (lambda _: Sequences(1.5), TypeError, "length must be an int; found 1.5"),  # type: ignore[arg-type]
-    "no stride": (lambda _: Sequences(2, stride=0), ValueError, "stride must be at least 1; found 0"),
-    "no bool": (lambda _: Sequences(2, strict=1), TypeError, "strict must be True or False; found 1"),  # type: ignore[arg-type]
-    "longer than the ring": (
-        lambda device: made(device, steps=20, n_step=3, stack=2, sequences=Sequences(17)),
-        *(ValueError, r"n_step=3 and stack=2 a row needs 21 steps .* 20 of each.* capacity to at least 84"),
-    ),
-    "goals": (
-        lambda device: TrajectoryReplayBuffer(
-            90, 1, GOALS, relabel=hindsight("future", 0.5), sequences=Sequences(3), device=device
-        ),
-        *(ValueError, "without sequences, or without relabel"),
-    ),
-    "the call of before": (
-        lambda device: made(device).sample_sequences(32, 80, burn_in=40),
-        *(TypeError, r"sequences=Sequences\(burn_in \+ length, strict=..., stride=...\)"),
-    ),
-    "a mixture": (
-        lambda device: ReplayMixture([made(device), made(device, sequences=Sequences(3))], [0.5, 0.5]),
-        *(ValueError, r"kind of row \(sequences=\); number 1 has Sequences\(length=3.*first one None. Make them alike"),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_settings_that_make_no_sense(case: str, device: str) -> None:
-    call, error, message = WRONG[case]
-    with pytest.raises(error, match=f"(?s){message}"):
-        call(device)
 
 
 def test_the_longest_row_fills_the_ring(device: str) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from devices import device_fixture as device_fixture
 from devices import thinned
 from interpreted import kernel_device as kernel_device
 from programs import SAMPLERS

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import scale
 
 from gpu_replay import Field, Latest, TrajectoryReplayBuffer

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from devices import device_fixture as device_fixture
-from devices import scale
 from pairs import StepPair, play
 
-from gpu_replay import Field, Latest, Sequences, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Field, Sequences
 
 pytestmark = pytest.mark.contract
 
@@ -26,6 +24,9 @@ T, U, B, NO = (True, False), (False, True), (True, True), (False, False)  # term
 SAME, THREE, STACK, ZEROS = {"autoreset": "same_step"}, {"n_step": 3}, {"stack": 3}, {"padding": "zero"}
 TWO, PAIRS = {"stack": 2}, {"n_step": 2}
 SEEN, ROW = SAME | {"final": True}, {"final_capacity": 1}
+KEPT = SEEN | {"terminal_obs": True}
+STRICT, EVEN = {"sequences": Sequences(3, strict=True)}, Sequences(3, strict=True, stride=2)
+TURNED = "..T...TT.....T....T."
 
 
 def of(capacity: int) -> dict[str, Any]:
@@ -40,7 +41,9 @@ def case(settings: dict[str, Any], streams: str, eligible: list[int], rows: Any 
 
 
 CASES = {
-    "next step: after a termination it is dead": case({}, "..T..", [0, 1, 2], {1: (2, 3, 1, NO), 2: (3, None, 1, T)}),
+    "next step: after a termination it is dead": case(
+        {}, "..T..T", [0, 1, 2, 4, 5], {1: (2, 3, 1, NO), 2: (3, 4, 1, T), 5: (6, 6, 1, T)}
+    ),
     "next step: after a truncation comes its last observation": case({}, "..U..", [0, 1, 2], {2: (3, 4, 1, U)}),
     "next step: a truncation waits for the observation after it": case({}, "..U", [0, 1]),
     "next step: flags of a dead step mean nothing": case({}, ".TTU..", [0, 1, 3], {3: (4, 5, 1, U)}),
@@ -85,6 +88,34 @@ CASES = {
     "side ring: it is free when its step is overwritten": case(SEEN | ROW | of(2), "U.U.", [2], {2: (3, -3, 1, U)}),
     "side ring: by the very step that needs it": case(SEEN | ROW | of(2), "U.U", [1, 2]),
     "side ring: terminations take none": case(SEEN | ROW, "TBTU.", [0, 1, 2, 3]),
+    "terminal: without a place the last one stands for it": case(
+        SEEN, "..T..T", [*range(6)], {2: (3, 3, 1, T), 5: (6, 6, 1, T)}
+    ),
+    "terminal: a termination has its own": case(KEPT, "..T..T", [*range(6)], {2: (3, -3, 1, T), 5: (6, -6, 1, T)}),
+    "terminal: windows": case(KEPT | PAIRS, "...T..", [0, 1, 2, 3], {2: (3, -4, 2, T), 3: (4, -4, 1, T)}),
+    "terminal: a stack ends with it": case(
+        KEPT | STACK | {"autoreset": "disabled"}, "...T.", [0, 1, 2, 3], {3: ([2, 3, 4], [3, 4, -4], 1, T)}
+    ),
+    "terminal: a truncation takes the free place": case(
+        KEPT | {"final_capacity": 2}, "TT.U", [0, 1, 2, 3], {0: (1, -1, 1, T), 1: (2, 2, 1, T), 3: (4, -4, 1, U)}
+    ),
+    "terminal: truncations take the places of terminations": case(
+        KEPT | {"final_capacity": 2},
+        "TTUUT",
+        [*range(5)],
+        {0: (1, 1, 1, T), 1: (2, 2, 1, T), 2: (3, -3, 1, U), 3: (4, -4, 1, U), 4: (5, 5, 1, T)},
+    ),
+    "terminal: of one step the truncated ones come first": case(
+        KEPT | {"final_capacity": 3},
+        "T T U T",
+        [*range(4)],
+        {0: (1, -1, 1, T), 1: (101, -101, 1, T), 2: (201, -201, 1, U), 3: (301, 301, 1, T)},
+    ),
+    "terminal: and take the only place": case(KEPT | ROW, "T U", [0, 1], {0: (1, 1, 1, T), 1: (101, -101, 1, U)}),
+    "strict rows: no ending divides them": case(STRICT | SAME | of(8), TURNED, [14, 15, 16]),
+    "strict rows: in a ring that has turned less": case(STRICT | SAME | of(8), TURNED[:15], [8, 9, 10, 11]),
+    "strict rows: one that ends with the newest step": case(STRICT | SAME | of(8), TURNED[:19], [11, 14, 15, 16]),
+    "strict rows: of every other step": case({"sequences": EVEN} | SAME | of(8), TURNED, [14, 16]),
     "side ring of two: a clear frees them": case(SEEN | {"final_capacity": 2}, "UUcU.", [2], {2: (3, -3, 1, U)}),
 }
 
@@ -105,15 +136,15 @@ def test_buffer_and_oracle_agree_with_what_was_worked_out_by_hand(found: tuple[A
         assert after is None or row["next_obs"] == after
         assert (row["reward"], row["discount"]) == (reward, 0 if flags[0] else 0.5**steps)
         assert (row["terminated"], row["truncated"]) == flags
+    if "terminal_obs" in settings:
+        lost = [key for key, (obs, after, _, flags) in rows.items() if flags == T and after == obs]
+        assert pair.buffer.stats().lost_terminal_obs == view.lost == len(lost)
 
 
 SEQUENCES: dict[str, tuple[str, int, dict[str, Any], dict[int, str]]] = {
     "dead steps are not covered, nor what comes after": ("..T....", 3, {}, {0: "111", 1: "110", 2: "100"}),
     "they are no first step": ("..T.....", 3, {}, {0: "111", 1: "110", 2: "100", 4: "111"}),
-    "same step: what comes after an ending is not covered": (
-        *("..T...", 3, SAME),
-        {0: "111", 1: "110", 2: "100"},
-    ),
+    "same step: what comes after an ending is not covered": ("..T...", 3, SAME, {0: "111", 1: "110", 2: "100"}),
     "a truncation that was not seen is masked": ("..U....", 3, SAME, {0: "110", 1: "100", 3: "111"}),
     "so are all steps whose window reaches it": ("...U.....", 3, {"n_step": 2, **SAME}, {0: "110", 1: "100", 4: "111"}),
     "one that was seen is not": ("..U....", 3, {"final": True, **SAME}, {0: "111", 1: "110", 2: "100", 3: "111"}),
@@ -121,6 +152,7 @@ SEQUENCES: dict[str, tuple[str, int, dict[str, Any], dict[int, str]]] = {
     "and the windows that reach it": ("....|.....", 3, {"n_step": 2}, {0: "110", 1: "100", 4: "111"}),
     "which the next step tells": ("...|", 3, {}, {}),
     "the window that the last step needs may be longer": ("......", 2, {"n_step": 4}, {0: "11"}),
+    "a strict row may end with one that was not seen": ("...U...U", 4, SAME | {"strict": True}, {0: "1110", 4: "1110"}),
     "a row may end with a dead step": ("..T.", 3, {}, {0: "111", 1: "110"}),
 }
 
@@ -129,45 +161,12 @@ SEQUENCES: dict[str, tuple[str, int, dict[str, Any], dict[int, str]]] = {
 def test_masks_of_sequences_worked_out_by_hand(
     stream: str, length: int, settings: dict[str, Any], masks: dict[int, str], device: str
 ) -> None:
-    made = {name: value for name, value in settings.items() if name != "final"}
-    pair = StepPair(100, 1, fields=FIELDS, device=device, sequences=Sequences(length), **made)
+    made = {name: value for name, value in settings.items() if name not in ("final", "strict")}
+    rows = Sequences(length, strict="strict" in settings)
+    pair = StepPair(100, 1, fields=FIELDS, device=device, sequences=rows, **made)
     play(pair, stream, fields=FIELDS, final="final" in settings)
     view = pair.check()
     expected = {key: [sign == "1" for sign in mask] for key, mask in masks.items()}
     assert {key: [step["mask"] for step in view.sequence(key, length)] for key in view.eligible()} == expected
     batch = pair.buffer[list(expected)]
     assert dict(zip(batch.key.tolist(), batch.mask.tolist(), strict=True)) == expected
-
-
-@pytest.mark.parametrize("length", scale([2, 3, 4], [3]))
-def test_strict_sequences_are_all_that_no_ending_divides(length: int, device: str) -> None:
-    """In a full ring, wherever it has turned to."""
-    sampler = Uniform(replacement=True)
-    rows = Sequences(length, strict=True)
-    buffer = TrajectoryReplayBuffer(8, 1, FIELDS, autoreset="same_step", sampler=sampler, device=device, sequences=rows)
-    endings = {2, 6, 7, 13, 18}
-    for step in range(20):
-        buffer.add(obs=[step], action=[0], reward=[0.0], terminated=[step in endings], truncated=[False])
-        if step < 8 or step % scale(1, 5):
-            continue
-        # every step is settled but the newest, unless it ends an episode
-        stored = range(step - 7, step + 1 - length + (step in endings))
-        whole = {start for start in stored if endings.isdisjoint(range(start, start + length - 1))}
-        assert buffer.stats().eligible == len(whole)
-        assert not whole or set(buffer.sample(scale(300, 60)).key.tolist()) == whole
-
-
-def test_a_final_observation_larger_than_the_room_for_small_ones_is_kept(device: str) -> None:
-    # names as of a private part of a dictionary space, given in both ways at once
-    fields = {"obs._x": Field((4, 1024, 1024), torch.uint8), "obs.y": Field((), torch.int64)}
-    buffer = TrajectoryReplayBuffer(
-        4, 1, {**fields, "action": FIELDS["action"]}, autoreset="same_step", sampler=Latest(), device=device
-    )
-    for step in range(2):
-        pictures = torch.full((1, 1, 4, 1024, 1024), step, dtype=torch.uint8)
-        flags = {"terminated": torch.tensor([[False]]), "truncated": torch.tensor([[step == 0]])}
-        more = {"reward": torch.zeros(1, 1), "action": torch.tensor([[0]])}
-        finals = {"final_obs": {"_x": pictures + 7}, "final_obs.y": torch.tensor([[7]])} if step == 0 else {}
-        buffer.extend(obs={"_x": pictures, "y": torch.tensor([[step]])}, **more, **flags, **finals)
-    batch = buffer.sample(1)
-    assert (batch.key.tolist(), batch["next_obs.y"].tolist(), int(batch["next_obs._x"].min())) == ([0], [7], 7)

@@ -1,6 +1,7 @@
-"""`write`: stored values of live keys are replaced, of many rows the last of a key; what it takes and refuses.
+"""`write`: stored values of live keys are replaced, of many rows the last of a key; what it takes.
 
-That a key -1 is none, what is drawn then and what neighbours see, random programs hold: `test_programs.py`.
+That a key -1 is none, what is drawn then and what neighbours see, random programs hold: `test_programs.py`; what is
+refused is in `refusals.py`.
 """
 
 from __future__ import annotations
@@ -10,21 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import scale
-from pairs import StepPair, live_through
 from transitions import make
 
 from gpu_replay import Field, ReplayBuffer
 
 pytestmark = pytest.mark.contract
-FIELDS = {"hidden": Field((3,), torch.float32), "note": Field((), torch.bfloat16), "flag": Field((), torch.bool)}
-
-
-def filled(device: str) -> ReplayBuffer:
-    buffer, number = ReplayBuffer(10, FIELDS, device=device), torch.arange(12)
-    buffer.add(hidden=number[:, None].expand(-1, 3).float(), note=number.bfloat16(), flag=number % 2 == 0)
-    return buffer
 
 
 # within a program, several programs, keys found by a launch of their own, and several launches of those
@@ -57,37 +49,9 @@ def test_nested_names_conversions_and_files(device: str, tmp_path: Any) -> None:
 
 
 def test_values_with_gradients_are_copies(device: str) -> None:
-    buffer, hidden = filled(device), torch.ones(2, 3, requires_grad=True)
+    buffer, hidden = make(10, hidden=Field((3,), torch.float32), device=device), torch.ones(2, 3, requires_grad=True)
+    buffer.add(hidden=torch.zeros(9, 3))
     for rows in (hidden, hidden * 2):
         buffer.write([5, 6], hidden=rows)
         assert torch.equal(buffer[[5, 6]].hidden.cpu(), rows.detach())
         assert not any(tensor.requires_grad for tensor in buffer.state_dict()["tensors"].values())
-
-
-REFUSED = {
-    "unknown": ([2], {"other": [1.0]}, KeyError, r"unknown 'other'; it takes hidden, note, flag"),
-    "no field": ([2], {}, ValueError, "names no field"),
-    "rows": ([2, 3], {"flag": [True]}, ValueError, "a row for each of 2 keys; found 1"),
-    "rows of fields": ([2, 3], {"flag": [True] * 2, "note": [1.0]}, ValueError, "rows where the others"),
-    "shape": ([2], {"hidden": np.zeros((1, 4), np.float32)}, ValueError, "hidden"),
-    "dtype": ([2], {"flag": [0.5]}, (TypeError, ValueError), "flag"),
-    "keys": ([2.0], {"flag": [True]}, TypeError, "keys must be integers"),
-}
-
-
-@pytest.mark.parametrize("keys, fields, error, words", REFUSED.values(), ids=REFUSED)
-def test_refused(keys: Any, fields: dict[str, Any], error: Any, words: str, device: str) -> None:
-    buffer = filled(device)
-    before = buffer[buffer.keys()]
-    with pytest.raises(error, match=words):
-        buffer.write(keys, **fields)
-    after = buffer[buffer.keys()]
-    assert all(torch.equal(before[name], after[name]) for name in FIELDS)
-    assert buffer.stats().stale_updates == 0
-
-
-@pytest.mark.parametrize("name", ["reward", "terminated", "final_obs"])
-def test_results_of_steps_are_no_fields(name: str, device: str) -> None:
-    pair = live_through(StepPair(12, 2, device=device), 4)
-    with pytest.raises(KeyError, match=f"unknown '{name}'; it takes obs, action, note"):
-        pair.buffer.write([0], **{name: [0.0]})

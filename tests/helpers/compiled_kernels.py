@@ -11,17 +11,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from kernel_cases import (
-    CASES,
-    FRAMES,
-    MAIN_TARGET,
-    WHOLE_WORDS,
-    cases,
-    chosen,
-    compiled,
-    measured,
-    read_table,
-)
+from kernel_cases import CASES, FRAMES, MAIN_TARGET, WHOLE_WORDS, cases, chosen, compiled, measured, read_table
 from launches import TARGETS, Launch, compile_for, every_kernel
 
 from gpu_replay.ops.windows import frame_tile

@@ -21,12 +21,22 @@ NAMES = (
 )
 
 
-class FakeStream:
-    """Work in order; `seen` is all that ends before the next work on it begins."""
+class Point:
+    """A point in the work of a stream; `seen` is all that has ended there."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
         self.seen: set[str] = set()
+
+    def synchronize(self) -> None:
+        self._cuda.waited |= self.seen
+
+
+class FakeStream(Point):
+    """Work in order; the next work on it begins at its point."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__(cuda)
         self.captures: FakeGraph | None = None
         self.cuda_stream = id(self)
 
@@ -40,20 +50,9 @@ class FakeStream:
         event.record(other)
         self.wait_event(event)
 
-    def synchronize(self) -> None:
-        self._cuda.waited |= self.seen
 
-
-class FakeEvent:
-    """A point in the work of a stream."""
-
-    def __init__(self, cuda: FakeCuda) -> None:
-        self._cuda = cuda
-        self.seen: set[str] = set()
-        self.captured = False
-
-    def synchronize(self) -> None:
-        self._cuda.waited |= self.seen
+class FakeEvent(Point):
+    captured = False
 
     def record(self, stream: FakeStream) -> None:
         self.seen = set(stream.seen)
@@ -228,3 +227,9 @@ class FakeCuda:
 
     def _cuda_releasePool(self, device: int, pool: int) -> None:
         self.pools.remove(pool)
+
+
+@pytest.fixture(name="cuda")
+def cuda_fixture(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """What stands for `torch.cuda` during the test."""
+    return FakeCuda().install(monkeypatch)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -169,27 +171,21 @@ def busy() -> None:
 
 def look_while_another_adds(add: Callable[[int], Any], look: Callable[[], Any], enough: Callable[[], bool]) -> None:
     """Add 200 times, or until there was enough, in a thread and a stream; fail if a look in another one is not true."""
-    failures: list[str] = []
-    done = threading.Event()
+    looked = threading.Event()
 
     def run() -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                time = 0
-                while (time < 200 or not enough()) and not failures:
-                    add(time)
-                    time += 1
-        except Exception as error:
-            failures.append(repr(error))
-        finally:
-            done.set()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for time in itertools.count():
+                if looked.is_set() or (time >= 200 and enough()):
+                    return
+                add(time)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        while not done.is_set() and not failures:
-            if not bool(look()):
-                failures.append("torn")
-    thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(1) as pool, torch.cuda.stream(torch.cuda.Stream()):
+        adds = pool.submit(run)
+        try:
+            while not adds.done():
+                assert bool(look()), "torn"
+        finally:
+            looked.set()
+        adds.result()
     torch.cuda.synchronize()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +107,27 @@ def _give_run(kernels: Any) -> None:
     kernels.run, kernels.__getitem__ = run, launcher
 
 
+@contextmanager
+def active_driver(**functions: Callable[..., Any]) -> Iterator[None]:
+    """Within it these stand for Triton's driver of a GPU; to ask for the one that is active would make one, which needs
+    a GPU."""
+    from triton.runtime import driver
+
+    before = dict(vars(driver))
+    driver.set_active(SimpleNamespace(**functions))
+    try:
+        yield
+    finally:
+        vars(driver).update(before)
+
+
+@pytest.fixture(name="driver")
+def driver_fixture() -> Iterator[None]:
+    """A driver that says which device and stream are current."""
+    with active_driver(get_current_device=lambda: 2, get_current_stream=lambda device: 40 + device):
+        yield
+
+
 EMPTY = torch.empty
 
 
@@ -174,35 +196,15 @@ def _told(function: Any, interpreted: bool) -> Any:
     return chosen
 
 
-class _Compiler:
-    """Stands where Triton expects the driver of a GPU, and names a GPU that is not there."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def get_current_target(self) -> Any:
-        return self._target
-
-    def get_current_device(self) -> str:
-        # Triton keeps its compiled kernels by device
-        return str(self._target)
-
-    def get_current_stream(self, device: str) -> int:
-        return 0
-
-
 def compile_for(launch: Launch, target: str) -> Any:
     """The launch's kernel compiled for a target: signature and specialisation are those that the JIT finds."""
     from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
 
-    # to ask for the driver that is active would make one, which needs a GPU
-    before = dict(vars(driver))
-    driver.set_active(_Compiler(GPUTarget(*TARGETS[target])))
-    try:
+    named = GPUTarget(*TARGETS[target])
+    # Triton keeps its compiled kernels by device
+    functions = {"get_current_target": lambda: named, "get_current_device": lambda: str(named)}
+    with active_driver(**functions, get_current_stream=lambda device: 0):
         return launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants)
-    finally:
-        vars(driver).update(before)
 
 
 @dataclass(frozen=True)

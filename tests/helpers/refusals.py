@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from launches import rows_of
 from torch import Tensor
 
 from gpu_replay import ReplayBuffer, TrajectoryReplayBuffer
@@ -42,12 +43,7 @@ class Refusal(NamedTuple):
 
 def valid(buffer: ReplayBuffer | TrajectoryReplayBuffer) -> dict[str, Any]:
     """The arguments of an `add`: three rows, or one step of each environment."""
-    rows = buffer.num_envs if isinstance(buffer, TrajectoryReplayBuffer) else 3
-    given = {name: torch.zeros((rows, *field.shape), dtype=field.dtype) for name, field in buffer.fields.items()}
-    if isinstance(buffer, TrajectoryReplayBuffer):
-        no = torch.zeros(rows, dtype=torch.bool)
-        given |= {"reward": torch.zeros(rows), "terminated": no, "truncated": no}
-    return given
+    return rows_of(buffer, buffer.num_envs if isinstance(buffer, TrajectoryReplayBuffer) else 3)
 
 
 def whole_state(buffer: ReplayBuffer | TrajectoryReplayBuffer) -> str:
@@ -207,10 +203,24 @@ def each_of(given: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[s
     return {name: change(value) for name, value in given.items()}
 
 
+def nothing_of(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: [] for name in given}
+
+
+def two_of(given: dict[str, Any], rows: int, actions: int) -> dict[str, Any]:
+    """So many rows of the first field, and of actions."""
+    name = next(iter(given))
+    return {
+        name: given[name][:1].repeat_interleave(rows, 0),
+        "action": given["action"][:1].repeat_interleave(actions, 0),
+    }
+
+
 def kinds_of(argument: str) -> tuple[str, ...]:
     return STEPS if argument[:5] in ("rewar", "termi", "trunc", "next_", "final") and argument != "rewards" else ANY
 
 
+RESULTS = ("reward", "terminated", "final_obs")
 CALLS: list[tuple[tuple[str, ...], Call, Any, str]] = [
     *((kinds_of(name), without(name), KeyError, name) for name in ("action", "reward", "terminated", "truncated")),
     (ANY, lambda b, given: b.add(), KeyError, "missing.*action"),
@@ -227,6 +237,16 @@ CALLS: list[tuple[tuple[str, ...], Call, Any, str]] = [
     *calls(ANY, lambda b, keys: b.priorities(keys), PRIORITIES_OF),
     *calls(ANY, lambda b, priorities: b.update_priorities(TWO, priorities), PRIORITIES),
     *calls(ANY, lambda b, kind: b[NOT_DENSE[kind](ONES)], alike(TypeError, "keys.*found", "coo", "quantized")),
+    (STEPS, lambda b, given: b.add(**nothing_of(given)), ValueError, r"one step of each.*found \[0\]"),
+    (STEPS, lambda b, given: b.extend(**nothing_of(given)), ValueError, r"needs shape \[T, \d.*found \[0\]"),
+    (ANY, lambda b, _: b.write([0], other=[1.0]), KeyError, "unknown 'other'; it takes .*action"),
+    (ANY, lambda b, _: b.write([0]), ValueError, "names no field"),
+    *calls(STEPS, lambda b, name: b.write([0], **{name: [0.0]}), alike(KeyError, "unknown '.*it takes", *RESULTS)),
+    (ANY, lambda b, given: b.write([0, 1], **two_of(given, 1, 1)), ValueError, "a row for each of 2 keys; found 1"),
+    (ANY, lambda b, given: b.write([0, 1], **two_of(given, 1, 2)), ValueError, "rows where the others"),
+    (ANY, lambda b, given: b.write([0.0], **two_of(given, 1, 1)), TypeError, "keys must be integers"),
+    (ANY, lambda b, given: b.write([0], action=given["action"][:1, None, None]), ValueError, "action"),
+    (ANY, lambda b, given: b.write([0], action=given["action"][:1].cfloat()), LOSSY, "action"),
     (STEPS, lambda b, _: b.sample_sequences(2, 3), TypeError, r"sequences=Sequences\("),
     (STEPS, lambda b, _: b.begin_episodes(np.ones(b.num_envs + 1, bool)), ValueError, "environments; found"),
     (STEPS, lambda b, _: b.begin_episodes(np.ones(b.num_envs)), LOSSY, "(?i:bool)"),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tolerances import close
 from torch import Tensor
-from twins import Twins
+from twins import Twins, values_of
 
 from gpu_replay import Field, Hindsight, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.ops.counters import Counter
@@ -137,10 +137,7 @@ def play_rows(buffers: Shifted) -> Twins:
     twins, firsts = buffers.made()
     random = np.random.default_rng(1)
     for turn, count in enumerate((3, 4, 1)):
-        given = {
-            name: torch.from_numpy(random.integers(1, 100, (count, *field.shape))).to(field.dtype)
-            for name, field in buffers.fields.items()
-        }
+        given: dict[str, Any] = {name: values_of(field, count, random) for name, field in buffers.fields.items()}
         keys = twins.call("add", **given, priority=torch.arange(1.0, count + 1) if turn else None)
         assert (keys[0] - firsts[0]).tolist() == (keys[1] - firsts[1]).tolist()
         drawn = check_alike(twins, firsts, "sample", min(4, 3 + turn))
@@ -163,10 +160,7 @@ def play_steps(buffers: Shifted) -> Twins:
 
     def add(times: int) -> None:
         for _ in range(times):
-            step: dict[str, Any] = {
-                name: torch.from_numpy(random.integers(1, 100, (envs, *field.shape))).to(field.dtype)
-                for name, field in buffers.fields.items()
-            }
+            step: dict[str, Any] = {name: values_of(field, envs, random) for name, field in buffers.fields.items()}
             if buffers.settings.get("autoreset") != "next_step":
                 step |= {f"final_{name}": value + 100 for name, value in step.items() if name.startswith("obs")}
             step |= {"reward": random.random(envs).astype(np.float32), "priority": torch.arange(1.0, envs + 1)}

@@ -96,11 +96,8 @@ class SparseMemory:
 
 
 @contextmanager
-def sparse(*, offset_bits: int = 64) -> Iterator[SparseMemory]:
-    """Within it large tensors are sparse, and those with another value than 0 hold it near some places alone.
-
-    offset_bits: 32 for a machine that adds byte offsets of 32 bits to an address, on which everything must fail.
-    """
+def sparse() -> Iterator[SparseMemory]:
+    """Within it large tensors are sparse, and those with another value than 0 hold it near some places alone."""
     from triton.runtime import interpreter
 
     memory, builder = SparseMemory(), interpreter.interpreter_builder
@@ -115,8 +112,6 @@ def sparse(*, offset_bits: int = 64) -> Iterator[SparseMemory]:
         patch.setattr(interpreter.GridExecutor, "__call__", _chosen_programs(interpreter, memory))
         for name, (pointers, mask) in _ACCESSES.items():
             patch.setattr(builder, name, _noted(getattr(builder, name), pointers, mask, memory))
-        if offset_bits == 32:
-            patch.setattr(builder, "create_addptr", _with_short_offsets(interpreter))
         yield memory
 
 
@@ -133,18 +128,6 @@ def _sparse_if_large(made: Callable[..., Tensor], memory: SparseMemory) -> Calla
         return memory.fill(tensor, *value) if value else tensor
 
     return allocate
-
-
-@contextmanager
-def programs_in(order: Callable[[int], Sequence[int]]) -> Iterator[None]:
-    """Within it a launch of so many programs makes these, one after another, and no others."""
-    from triton.runtime import interpreter
-
-    memory = SparseMemory()
-    memory.programs = order
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.GridExecutor, "__call__", _chosen_programs(interpreter, memory))
-        yield
 
 
 def _chosen_programs(interpreter: Any, memory: SparseMemory) -> Callable[..., Any]:
@@ -170,12 +153,3 @@ def _noted(access: Callable[..., Any], pointers: int, mask: int, memory: SparseM
         return access(*arguments)
 
     return made
-
-
-def _with_short_offsets(interpreter: Any) -> Callable[..., Any]:
-    def create_addptr(pointer: Any, offset: Any) -> Any:
-        size = max(1, pointer.get_element_ty().primitive_bitwidth // 8)
-        short = (size * offset.data.astype(np.int64)).astype(np.int32)
-        return interpreter.TensorHandle(pointer.data + short.astype(np.int64).astype(np.uint64), pointer.dtype)
-
-    return create_addptr

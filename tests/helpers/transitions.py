@@ -61,18 +61,19 @@ def make(capacity: int, sampler: Any = None, *, device: str = "cpu", seed: int =
     return ReplayBuffer(capacity, fields or STORED, sampler=settings, device=device, seed=seed)
 
 
-def handed_in(given: Mapping[str, Any], number: int) -> dict[str, Any]:
+def handed_in(given: Mapping[str, Any], number: int, axes: int = 1) -> dict[str, Any]:
     """The same rows in a form that people have them in: flags of other types, scalars as columns, one without an axis.
 
-    number: of the first row.
+    number: of the first row; `axes`: of a scalar, 2 where there are several steps.
     """
-    form, single = number % 5, {len(value) for value in given.values()} == {1}
+    form, single = number % 5, axes == 1 and {len(value) for value in given.values()} == {1}
     if form < 2:
         # 0 or 1, as whole and as floating numbers
         flags = {name: value * (1, 1.0)[form] for name, value in given.items() if str(value.dtype)[-4:] == "bool"}
         return {**given, **flags}
     if form == 2:
-        columns = {name: value[:, None] for name, value in given.items() if value.ndim == 1 and name[:5] != "final"}
+        scalars = {name: value for name, value in given.items() if value.ndim == axes and name[:5] != "final"}
+        columns = {name: value[..., None] for name, value in scalars.items()}
         return {**given, **columns}
     return {name: value[0] for name, value in given.items()} if single and form == 3 else dict(given)
 

@@ -10,14 +10,12 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 from children import in_a_child, needs_fork
 from test_interrupts import interrupt_everywhere
 
-from gpu_replay.loops import compiling, masses
+from gpu_replay.loops import compiling
 from gpu_replay.loops.compiling import compiler
-from gpu_replay.loops.constants import Counter
 
 LOOPS = Path(__file__).resolve().parents[2] / "gpu_replay" / "loops"
 # the mass before a slot depends on a number that the loop takes from another file
@@ -133,31 +131,6 @@ def test_loops_run_as_they_are_where_nothing_compiles(package: Path, way: str) -
         BEFORE,
         "True",
     ]
-
-
-def test_loops_as_python_do_what_compiled_ones_do() -> None:
-    """Drawing and changing, to the bit; the others are compared through buffers."""
-    random = np.random.default_rng(0)
-    starts = np.array([0, 320, 352], dtype=np.int64)
-    both = []
-    leaves = random.integers(0, 2**40, 300) * (random.random(300) < 0.7)
-    doubles, keys, powers = random.random(40), random.integers(280, 700, 60), np.exp2(random.uniform(-25, 21, 60))
-    # everything stored can be drawn
-    stream = tuple(np.zeros(0, dtype) for dtype in (np.int64, np.uint8, np.int32, np.int64))
-    for ready in (lambda each: each.compiled(), lambda each: each.function):
-        flat, changed_slots = np.zeros(352, np.int64), np.zeros(31, np.int64)
-        counters = np.zeros(Counter.COUNT, np.int64)
-        flat[:300] = leaves
-        flat[320:339] = flat[:304].reshape(-1, 16).sum(1)
-        counters[Counter.FIRST], counters[Counter.ADDED] = 300, 600
-        slots, probability, ratio = np.zeros(40, np.int64), np.zeros(40, np.float32), np.zeros(40)
-        ready(masses.draw)(flat, starts, doubles, True, True, slots, probability, ratio)
-        for ordered in (True, False):
-            settings = ordered, 2**40, 300, counters, flat, starts, changed_slots, *stream
-            ready(masses.update)(keys, powers.copy(), *settings)
-        found = ready(masses.total)(flat, starts), ready(masses.mass_before)(flat, starts, 77)
-        both.append([each.tolist() for each in (flat, changed_slots, counters, slots, probability, ratio)] + [*found])
-    assert both[0] == both[1]
 
 
 @needs_fork

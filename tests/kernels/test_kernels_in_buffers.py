@@ -7,6 +7,8 @@ are interpreted; on a GPU the same tests run as they are.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +17,17 @@ import pytest
 import torch
 from devices import thinned
 from guards import Guards, guarded
-from hindsight_oracle import ACHIEVED, DESIRED, GOALS, goal_step, hindsight, reward_of
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
-from pairs import taken_by
-from places import ENVS, given
-from places import make as make_place
 from programs import SAMPLERS, Player, Program, any_program, letters
 from trees import check_sums
-from twins import FIELDS, Twins, check_batches, check_same, values_of
+from twins import FIELDS, Twins, check_same, values_of
 
 from gpu_replay import Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
-from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.hindsight import goal_sums, make_choose_goals
 
 SIZES = (1, 2, 127, 128, 129, 4095)
 NUMBER = {"n": Field((), torch.int64)}
+ANNEALED = ("annealed", "rank-annealed")
 
 
 # random programs
@@ -89,95 +86,81 @@ def test_programs_with_goals_leave_the_same_integers(
         play(any_program(draw, "steps", name, calls=12, **known), device, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["annealed", "rank-annealed"])
-def test_programs_in_buffers_of_several_blocks(name: str, device: str, tmp_path: Path) -> None:
-    with guarded():
-        play(any_program(random.Random(f"{name} 129"), "rows", name, calls=12, capacity=129), device, tmp_path)
+def of_steps(calls: list[Any], **settings: Any) -> Program:
+    known = {"fields": 0, "seed": 7, "autoreset": "same_step", "sampler": "proportional"}
+    return Program("steps", known | settings, calls)
 
 
-@pytest.mark.parametrize(
-    "autoreset, stack, n_step, envs",
-    [
-        ("next_step", 1, 40, 2),
-        pytest.param("same_step", 40, 1, 2, marks=pytest.mark.slow),
-        pytest.param("same_step", 2, 2, 70, marks=pytest.mark.slow),
-    ],
-)
-def test_programs_with_more_steps_or_environments_than_a_program_sees_at_once(
-    autoreset: str, stack: int, n_step: int, envs: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_sizes_of_a_gpu(monkeypatch)
+def longer_than_a_program_sees(draw: random.Random, stack: int, n_step: int, envs: int, **settings: Any) -> Program:
     turn = stack + n_step + 3
     calls: list[Any] = [("extend", ["." * envs] * turn, True, None)]
-    draw = random.Random(f"{stack} {n_step}")
     for time in range(8):
         ends = [letters(draw, envs, (0.02, 0.1)[envs > 2])]
         calls.append(("steps", ends, time % 5 > 0, [[draw.choice((0.5, 2.0)) for _ in range(envs)]]))
         calls += [("sample", 9, None), ("begin_episodes", [draw.random() < 0.1 for _ in range(envs)])][: time % 3]
-    settings = {"capacity": turn * envs, "num_envs": envs, "stack": stack, "n_step": n_step, "autoreset": autoreset}
-    settings |= {"sampler": "combined-proportional", "fields": 0, "seed": 7}
-    settings |= {"final_capacity": 40} if autoreset == "same_step" else {}
-    with guarded():
-        host, _ = play(Program("steps", settings, calls), device, tmp_path)
-        assert host.stats().eligible > 0
+    settings |= {"sampler": "combined-proportional", "stack": stack, "n_step": n_step}
+    return of_steps(calls, capacity=turn * envs, num_envs=envs, **settings)
 
 
-def test_truncated_episodes_take_places_as_on_the_host(device: str, tmp_path: Path) -> None:
+def few_places(draw: random.Random) -> Program:
     """Many endings of both kinds, and few places for their final observations."""
-    draw = random.Random("places")
-    endings = ["".join(draw.choice("TTU..") for _ in range(9)) for _ in range(12)]
-    calls = [each for step in endings for each in (("steps", [step], True, None), ("sample", 9, None))]
-    settings = {
-        "capacity": 45,
-        "num_envs": 9,
-        "stack": 2,
-        "n_step": 2,
-        "autoreset": "same_step",
-        "fields": 0,
-        "seed": 7,
-    }
-    settings |= {"final_capacity": 7, "terminal_obs": True, "sampler": "proportional"}
-    with guarded():
-        host, _ = play(Program("steps", settings, calls), device, tmp_path)
-        # more than one step has: some were taken away
-        assert host.stats().lost_terminal_obs > sum(step.count("T") for step in endings) - 5 * 7
+    calls: list[Any] = [("steps", ["".join(draw.choices("TTU..", k=9))], True, None) for _ in range(12)]
+    for place in (12, 9, 6):
+        calls.insert(place, ("sample", 9, None))
+    places = {"final_capacity": 7, "terminal_obs": True}
+    return of_steps(calls, capacity=45, num_envs=9, stack=2, n_step=2, **places)
 
 
-@pytest.mark.parametrize("turn", [3, 4])
-def test_programs_in_rings_as_short_as_a_stack(turn: int, device: str, tmp_path: Path) -> None:
-    draw = random.Random(turn)
+def short_ring(draw: random.Random, turn: int) -> Program:
     calls = [("steps", [letters(draw, 2, 0.2)], False, None) for _ in range(16)]
-    settings = {"capacity": 2 * turn, "num_envs": 2, "stack": 3, "n_step": 1, "autoreset": "same_step"}
-    with guarded():
-        play(Program("steps", {**settings, "sampler": "proportional", "fields": 0, "seed": 7}, calls), device, tmp_path)
+    return of_steps(calls, capacity=2 * turn, num_envs=2, stack=3, n_step=1)
 
 
-@pytest.mark.parametrize("name", ["uniform", "annealed", pytest.param("rank-annealed", marks=pytest.mark.slow)])
-def test_programs_as_small_as_on_a_gpu_leave_the_same_integers(
-    name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_sizes_of_a_gpu(monkeypatch)
-    draw = random.Random(name)
-    # one block more than the rows fill, at both ends of a segment, and in two segments
+def no_room(draw: random.Random) -> Program:
+    """Rows go by the order of the environments, however many programs there are."""
+    steps = [[letters(draw, 130, (0.0, 0.3, 1.0)[time % 3])] for time in range(9)]
+    calls = [("steps", ends, time % 5 != 3, None) for time, ends in enumerate(steps)]
+    return of_steps(calls, capacity=390, num_envs=130, final_capacity=3, sampler="latest")
+
+
+def ends_of_blocks(draw: random.Random, sampler: str) -> Program:
+    """One block more than the rows fill, at both ends of a segment, and in two segments."""
     adds = [(rows, [draw.choice((0.25, 1.0, 4.0)) for _ in range(rows)]) for rows in (120, 128, 1, 301)]
     calls: list[Any] = [("add", *each) for each in adds]
     calls += [("sample", 9, None), ("sample", 130, None), ("learn", [draw.choice((0.5, 2.0)) for _ in range(130)])]
-    with guarded():
-        play(Program("rows", {"capacity": 300, "sampler": name, "seed": 5}, calls), device, tmp_path)
+    return Program("rows", {"capacity": 300, "sampler": sampler, "seed": 5}, calls)
 
 
-def test_final_observations_beyond_the_room_for_them(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def several_blocks(draw: random.Random, sampler: str) -> Program:
+    return any_program(draw, "rows", sampler, calls=12, capacity=129)
+
+
+LONG, KEPT = longer_than_a_program_sees, {"autoreset": "same_step", "final_capacity": 40}
+# what is played, whether with the sizes of a GPU, and a statistic with what it must exceed then
+PROGRAMS: dict[str, tuple[Callable[[random.Random], Program], bool, str, int]] = {
+    **{f"several blocks, {name}": (partial(several_blocks, sampler=name), False, "size", 0) for name in ANNEALED},
+    "long windows": (partial(LONG, stack=1, n_step=40, envs=2, autoreset="next_step"), True, "eligible", 0),
+    "long stacks": (partial(LONG, stack=40, n_step=1, envs=2, **KEPT), True, "eligible", 0),
+    "many environments": (partial(LONG, stack=2, n_step=2, envs=70, **KEPT), True, "eligible", 0),
+    # more than one step has: some were taken away
+    "few places": (few_places, False, "lost_terminal_obs", 14),
+    **{f"a ring of {turn}": (partial(short_ring, turn=turn), False, "size", 5) for turn in (3, 4)},
+    "no room": (no_room, True, "lost_truncations", 9),
+    **{f"blocks, {name}": (partial(ends_of_blocks, sampler=name), True, "size", 0) for name in ("uniform", *ANNEALED)},
+}
+SLOW = ("long stacks", "many environments", "blocks, rank-annealed")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PROGRAMS])
+def test_programs_at_ends_of_rings_and_blocks(
+    name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows go by the order of the environments, however many programs there are."""
-    use_sizes_of_a_gpu(monkeypatch)
-    draw = random.Random(3)
-    steps = [[letters(draw, 130, (0.0, 0.3, 1.0)[time % 3])] for time in range(9)]
-    calls: list[Any] = [("steps", ends, time % 5 != 3, None) for time, ends in enumerate(steps)]
-    settings = {"capacity": 390, "num_envs": 130, "autoreset": "same_step", "final_capacity": 3}
+    make, on_gpu, statistic, least = PROGRAMS[name]
+    if on_gpu:
+        use_sizes_of_a_gpu(monkeypatch)
     with guarded():
-        _, tested = play(Program("steps", settings | {"sampler": "latest", "fields": 0}, calls), device, tmp_path)
-        assert tested._counters[Counter.FINALS] > 3
+        host, _ = play(make(random.Random(name)), device, tmp_path)
+        assert getattr(host.stats(), statistic) > least
 
 
 # rows
@@ -293,83 +276,3 @@ def test_a_priority_that_is_not_finite_counts_as_none(device: str) -> None:
         assert tested.masses()[:8].tolist() == [mass(p) for p in (4.0, 16.0, 16.0, 16.0)] + [0] * 4
         assert tested.stats().rejected_priorities == 2
         check_sums(tested._state.tree)
-
-
-# goals
-
-
-def with_goals(device: str, num_envs: int, steps: int, fields: Any = GOALS, **settings: Any) -> Twins:
-    """Buffers with goals that have lived through some steps."""
-    settings = {"autoreset": "next_step", **settings}
-    both = Twins(
-        lambda place: TrajectoryReplayBuffer(num_envs * steps, num_envs, fields, device=place, seed=5, **settings),
-        device,
-    )
-    for number in range(steps + 2):
-        ends = ["" if (number + env) % 4 else "TU"[env % 2] for env in range(num_envs)]
-        made = [goal_step(number, env, end=end, final=True, fields=fields) for env, end in enumerate(ends)]
-        both.host.add(**taken_by(both.host, made, fields))
-    both.tested.load_state_dict(both.host.state_dict())
-    return both
-
-
-def test_goals_are_cast_and_scaled_alike(device: str) -> None:
-    goal = Field((2,), torch.int16, torch.float16, 0.25)
-    fields = {**GOALS, ACHIEVED: goal, DESIRED: goal}
-
-    def reward_fn(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
-        assert achieved.dtype == desired.dtype == torch.float16
-        return reward_of(achieved, desired)
-
-    for mode in ("next_step", "same_step"):
-        twins = with_goals(device, 6, 5, fields, stack=2, relabel=hindsight(reward_fn=reward_fn), autoreset=mode)
-        twins.draw(9, loose=())
-
-
-def test_a_replayed_draw_of_what_is_gone_stays_inside(device: str, guards: Guards) -> None:
-    """A graph replayed after a `clear` chooses goals for starts that are not eligible, whatever is known of them."""
-    generator = np.random.default_rng(0)
-    buffer = with_goals(device, 3, 6, relabel=hindsight(), autoreset="same_step").tested
-    streams, slots = buffer._streams.streams, buffer.capacity
-    limits = {
-        "depth": (0, 2**31 - 1),
-        "episode_length": (-1, 2**31 - 1),
-        "clipped_length": (-1, 2**31 - 1),
-        "flags": (0, 32),
-    }
-    limits["final"] = (0, 2**31 - 1)
-    for added, strategy in ((0, "future"), (18, "final"), (33, "episode"), (7, "geometric")):
-        buffer._counters[Counter.ADDED] = buffer._counters[Counter.FIRST] = added
-        for name, (low, high) in limits.items():
-            tensor = getattr(streams, name)
-            tensor.copy_(torch.from_numpy(generator.integers(low, high, tensor.shape)).to(tensor.dtype))
-        drawn = torch.arange(2 * slots, device=device) % slots
-        sums = torch.from_numpy(goal_sums(0.9 if strategy == "geometric" else None, slots // 3)).to(device)
-        chosen = make_choose_goals(streams, 2 * slots, buffer._counters, 36, strategy, sums, 0)(drawn)
-        assert sorted(chosen.rows.tolist()) == list(range(36))
-        assert 0 <= int(chosen.slots.min()) <= int(chosen.slots.max()) < slots
-        assert int(chosen.places.min()) >= -1
-        assert int(chosen.places.max()) < streams.shape.finals
-
-
-def test_an_extend_is_what_adds_are_and_what_a_buffer_on_a_cpu_loads(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # more than the ring holds
-    settings, count = {"capacity": 8 * ENVS}, 11
-    host = make_place("same_step", **settings)
-    monkeypatch.setenv("GPU_REPLAY_BACKEND", "triton")
-    added, extended, loaded = (make_place("same_step", device=device, **settings) for _ in range(3))
-    steps = [given(added, ahead=ENVS * number) | {"priority": torch.arange(1.0, ENVS + 1)} for number in range(count)]
-    for step in steps:
-        added.add(**step)
-    many = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
-    for buffer in (host, extended):
-        keys = buffer.extend(**{name: values.cpu() for name, values in many.items()})
-        assert keys.tolist() == torch.arange(count * ENVS).view(count, ENVS).tolist()
-    loaded.load_state_dict(host.state_dict())
-    for buffer in (added, extended, loaded):
-        check_same(buffer, host)
-    expected = host.sample(9)
-    for buffer in (added, extended, loaded):
-        check_batches(buffer.sample(9).to("cpu"), expected)

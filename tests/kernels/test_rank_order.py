@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
+from model import by_rank
+from pairs import Both, RowPair, StepPair, live_through
 
-from gpu_replay.loops import masses
+from gpu_replay import Field, RankBased
 from gpu_replay.ops import ranks
 from gpu_replay.ops.counters import Counter as Count
 from gpu_replay.ops.ranks import HostRanks, cumulative_masses
 
-# codes of priorities from the smallest to the largest, next to each other and far apart
-CODES = [1, 2, 3, 2**20, 2**20 + 1, 2**52, 2**62, 2**62 + 1, 0x7FF0000000000000]
+# priorities from the smallest to the largest, next to each other in their last bit and far apart
+BITS = [0, 1, 2, 2**20, 2**20 + 1, 2**52, 2**62, 2**62 + 1, 2**62 + 2**60]
+PRIORITIES = np.array(BITS).view(np.float64).tolist()
+# all ranks are drawn alike, so that as many draws as there are ranks show their order
+ALL_RANKS = RankBased(alpha=0.0)
+FIELDS = {name: Field((), torch.int64) for name in ("obs", "action")}
 
 
 # masses
@@ -59,100 +67,89 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return done
 
 
-class Ring:
-    """Codes of a ring of slots, the order under test, and random changes of which it hears.
-
-    kinds: how many codes there are; 0 for codes that are nearly never the same.
-    """
-
-    def __init__(self, slots: int, seed: str, kinds: int) -> None:
-        self.slots, self.kinds = slots, kinds
-        self.random = random.Random(seed)
-        self.codes, self.counters = np.zeros(slots, dtype=np.int64), np.zeros(Count.COUNT, dtype=np.int64)
-        # so many slots by so much that keys need more than 32 bits
-        self.counters[Count.ADDED] = self.random.choice((0, 2**40))
-        # with alpha 0 all ranks are drawn alike
-        self.order = HostRanks(self.codes, self.counters, 0.0)
-
-    @property
-    def added(self) -> int:
-        return self.counters.item(Count.ADDED)
-
-    def code(self) -> int:
-        """A code, or none."""
-        if self.random.random() < 0.05:
-            return 0
-        return self.random.choice(CODES[: self.kinds]) if self.kinds else self.random.randrange(1, 2**63 - 2**52)
-
-    def give(self, slots: list[int], code: int | None = None) -> None:
-        """Give these slots a code, as loops do."""
-        for slot in slots:
-            given = self.code() if code is None else code
-            if given != self.codes[slot]:
-                self.codes[slot] = given
-                masses.mark_changed(self.order.changed_slots, slot, slot + 1)
-
-    def add(self, count: int, code: int | None = None) -> None:
-        """New keys, some of which may push out others that were new."""
-        self.give([(self.added + number) % self.slots for number in range(count)], code)
-        self.counters[Count.ADDED] += count
-
-    def change(self, turns: int, *, most: int) -> None:
-        """Adds, and updates of up to so many slots; compared after most of them."""
-        for _ in range(turns):
-            if self.random.random() < 0.4:
-                self.add(self.random.randrange(1, max(2, self.slots // 4)))
-            else:
-                self.give(self.random.choices(range(self.slots), k=self.random.randrange(1, max(2, most))))
-            if self.random.random() < 0.7:
-                self.check()
-        self.check()
-
-    def check(self) -> None:
-        """Compare all ranks."""
-        self._check(self.order, self.codes)
-
-    def _check(self, order: HostRanks, codes: np.ndarray) -> None:
-        oldest = [(self.added + number) % self.slots for number in range(self.slots)]
-        expected = sorted((slot for slot in oldest if codes[slot]), key=lambda slot: -int(codes[slot]))
-        if not expected:
-            return
-        rows = order.draw_ranks((np.arange(len(expected)) % 2) * 0.999, stratified=True)
+def check(pair: Both) -> None:
+    """Compare all ranks: each is drawn by the first or the last of its targets."""
+    expected = [key % pair.model.capacity for key in by_rank(pair.model.held.items())]
+    if expected:
+        rows = pair.buffer._sampling.draw_by_rank((np.arange(len(expected)) % 2) * 0.999, stratified=True)
         assert rows.slots.tolist() == expected
         assert rows.total == len(expected) * rows.last
         assert rows.masses.tolist() == [rows.last] * len(expected)
-        numbers = [self.random.randrange(len(expected)) for _ in range(7)]
-        rows = order.draw_ranks((np.array(numbers) + 0.5) / len(expected), stratified=False)
-        assert rows.slots.tolist() == [expected[number] for number in numbers]
+        middles = (np.arange(len(expected)) + 0.5) / len(expected)
+        assert pair.buffer._sampling.draw_by_rank(middles, stratified=False).slots.tolist() == expected
 
 
-@pytest.mark.parametrize("kinds", [1, 3, len(CODES), 0])
+def change(pair: Both, add: Callable[[], object], draw: random.Random, kinds: int, turns: int) -> None:
+    """Adds, and updates of up to a third of the slots; compared after most of them.
+
+    kinds: how many different priorities there are; 0 for such that are nearly never the same.
+    """
+    for _ in range(turns):
+        keys = draw.choices(pair.model.live() or [0], k=draw.randrange(1, max(2, pair.model.capacity // 3)))
+        if draw.random() < 0.4:
+            add()
+        else:
+            pair.update(keys, [priority(draw, kinds) for _ in keys])
+        if draw.random() < 0.7:
+            check(pair)
+    check(pair)
+
+
+def priority(draw: random.Random, kinds: int) -> float:
+    return draw.choice(PRIORITIES[:kinds]) if kinds else 2.0 ** draw.uniform(-400, 400)
+
+
+def rows(slots: int) -> RowPair:
+    return RowPair(slots, ALL_RANKS, fields={"action": FIELDS["action"]})
+
+
+@pytest.mark.parametrize("kinds", [1, 3, len(BITS), 0])
 def test_the_order_is_exact_through_random_changes(
     kinds: int, monkeypatch: pytest.MonkeyPatch, work: Counter[str]
 ) -> None:
+    """New rows push out others; steps come to be ranked and go, at the ends of episodes and of the ring."""
     # sorted anew only where more has changed than there are slots
     monkeypatch.setattr(ranks, "_CHANGED", 1)
+    draw = random.Random(kinds)
     for slots in (1, 2, 3, 8, 9, 31, 40, 150, 600):
-        Ring(slots, f"{kinds} {slots}", kinds).change(25 if slots <= 40 else 100, most=slots // 3)
+        pair = rows(slots)
+
+        def add(pair: RowPair = pair, most: int = max(2, slots // 4)) -> None:
+            pair.add(count := draw.randrange(1, most), [priority(draw, kinds) for _ in range(count)])
+
+        change(pair, add, draw, kinds, 25 if slots <= 40 else 100)
+    steps = StepPair(600, 30, sampler=ALL_RANKS, fields=FIELDS, stack=2, n_step=2)
+    change(steps, lambda: live_through(steps, 2, draw.randrange(1000)), draw, kinds, 40)
     assert work["filled"] > work["sorted"]
 
 
 @pytest.mark.parametrize("falling", [False, True])
 def test_new_slots_that_all_come_to_one_end(falling: bool, work: Counter[str]) -> None:
     """A ring that goes round many times, each new slot before or after all others: empty blocks are used again."""
-    ring = Ring(700, "end", 0)
-    ring.add(700, 2**40)
-    ring.check()
+    pair = rows(700)
+    pair.add(700, [1000.0] * 700)
+    check(pair)
     for turn in range(300):
-        ring.add(7, 2**40 - turn if falling else 2**40 + turn)
+        pair.add(7, [1000.0 - turn if falling else 1000.0 + turn] * 7)
         if turn % 50 == 0:
-            ring.check()
+            check(pair)
         else:
-            ring.order.draw_ranks(np.zeros(1), stratified=True)
-    ring.check()
+            pair.buffer.sample(1)
+    check(pair)
     assert work["sorted"] == 1
     assert work["filled"] > 1
     # many changes are sorted anew
-    ring.add(350)
-    ring.check()
+    pair.add(350)
+    check(pair)
     assert work["sorted"] == 2
+
+
+def test_a_new_key_is_seen_though_its_slot_keeps_its_code(monkeypatch: pytest.MonkeyPatch, work: Counter[str]) -> None:
+    monkeypatch.setattr(ranks, "_CHANGED", 1)
+    counters = np.zeros(Count.COUNT, dtype=np.int64)
+    order = HostRanks(np.ones(9, dtype=np.int64), counters, 0.0)
+    for added in (9, 10, 14):
+        counters[Count.ADDED] = added
+        slots = order.draw_ranks(np.zeros(9), stratified=True).slots
+        assert slots.tolist() == [(added + number) % 9 for number in range(9)]
+    assert work["sorted"] == 1

@@ -1,38 +1,40 @@
-"""A warm call enters few Python frames of the package: counted, since times say nothing on a shared machine."""
+"""A warm call runs few Python functions: counted, since times say nothing on a shared machine."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
-from types import FrameType
+from types import SimpleNamespace
 
 import pytest
 import torch
-from interpreted import INTERPRETED
+from kernel_cases import CLASSIC, made
+from launches import driver_fixture as driver_fixture
+from launches import kernel_class, recorded, rows_of
 
-import gpu_replay
-from gpu_replay import Field, Proportional, TrajectoryReplayBuffer
-from gpu_replay.ops.launch import EMPTY_STRIDED
+from gpu_replay import Field, Proportional
+from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
+from gpu_replay.ops import launch
 
-PACKAGE, ENVS = Path(gpu_replay.__file__).parent, 4
 COMPILED = find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") == "0"
-# by the backend: frames of add, of sample and of update_priorities at most
-MOST = {"host": (10, 24, 10), "triton": (16, 17, 16)}
+STEPS = {"obs": Field((4, 4), torch.uint8), "action": Field((), torch.int64)}
+BUFFERS = {
+    "rows": (5_000, CLASSIC, Proportional()),
+    "steps": (400, STEPS, Proportional(), {"stack": 4, "n_step": 3}, 4),
+}
+# by the code and the buffer: functions of add, of sample and of an update at most. On a GPU those of torch's streams,
+# 2 a call, and of Triton's launcher, 2 or 3 a launch, come to these
+MOST = {("host", "steps"): (10, 24, 10), ("triton", "rows"): (17, 18, 9), ("triton", "steps"): (17, 18, 9)}
 
 
-def frames_of(call: Callable[[], object]) -> list[str]:
-    """The functions of the package, but for its kernels, that a call enters."""
-    found = []
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(PACKAGE) and not path.is_relative_to(PACKAGE / "kernels"):
-            found.append(f"{path.relative_to(PACKAGE)}: {frame.f_code.co_name}")
-
-    sys.setprofile(note)
+def functions_of(call: Callable[[], object]) -> list[str]:
+    """The Python functions that a call runs."""
+    found: list[str] = []
+    sys.setprofile(lambda frame, event, _: found.append(frame.f_code.co_name) if event == "call" else None)
     try:
         call()
     finally:
@@ -40,28 +42,35 @@ def frames_of(call: Callable[[], object]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param("host", marks=pytest.mark.skipif(not COMPILED, reason="a loop in Python calls others")),
-        pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="needs interpreted kernels")),
-    ],
-)
-def test_a_warm_call_enters_few_functions(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPU_REPLAY_BACKEND", backend)
-    # as programs allocate: see conftest.py
-    monkeypatch.setitem(EMPTY_STRIDED, "cpu", torch._C._dynamo.guards._empty_strided_cpu)
-    fields = {"obs": Field((4, 4), torch.uint8), "action": Field((), torch.int64)}
-    buffer = TrajectoryReplayBuffer(400, ENVS, fields, stack=4, n_step=3, sampler=Proportional(), device="cpu")
-    no, zero = torch.zeros(ENVS, dtype=torch.bool), torch.zeros(ENVS)
-    step = {"obs": torch.zeros(ENVS, 4, 4, dtype=torch.uint8), "action": zero.long(), "reward": zero}
-    step |= {"terminated": no, "truncated": no}
-    for _ in range(12):
-        buffer.add(**step)
-    keys, errors = buffer.sample(32).key, torch.rand(32)
-    calls = (lambda: buffer.add(**step), lambda: buffer.sample(32), lambda: buffer.update_priorities(keys, errors))
-    for call, most in zip(calls, MOST[backend], strict=True):
-        call()
-        frames = frames_of(call)
-        # at least the call itself
-        assert 1 < len(frames) <= most, "\n".join(frames)
+@contextmanager
+def straight_to_compiled_code() -> Iterator[None]:
+    """Within it what is launched a second time goes straight to what is no Python function."""
+    compiled = SimpleNamespace(packed_metadata=(), function=0, run=partial(max, key=id))
+    with recorded(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_class(), "run", lambda *arguments, **named: compiled)
+        # launches that are not made count nothing
+        patch.setattr(TrajectoryDeviceEngine, "count_at_least", partial(max, 0))
+        yield
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("code, kind", MOST)
+def test_a_warm_call_runs_few_functions(code: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if code == "host" and not COMPILED:
+        pytest.skip("a loop in Python calls others")
+    with nullcontext() if code == "host" else straight_to_compiled_code():
+        # as programs allocate: see conftest.py
+        monkeypatch.setitem(launch.EMPTY_STRIDED, "cpu", torch._C._dynamo.guards._empty_strided_cpu)
+        buffer = made(*BUFFERS[kind])
+        given, keys, priorities = rows_of(buffer, 4), torch.arange(32), torch.rand(32)
+        # priorities on a CPU are looked at before
+        update = buffer.update_priorities if code == "host" else partial(buffer._sampling.update, ready=True)
+        for _ in range(32):
+            buffer.add(**given)
+        calls = (partial(buffer.add, **given), partial(buffer.sample, 32), partial(update, keys, priorities))
+        for call, most in zip(calls, MOST[code, kind], strict=True):
+            call()
+            call()
+            ran = functions_of(call)
+            # at least the call itself
+            assert 1 < len(ran) <= most, "\n".join(ran)

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeCuda
+from fake_cuda import cuda_fixture as cuda_fixture
 from kernel_cases import GOALS, made
 from launches import kernel_class, recorded, rows_of, zeroed
 from places import pinned_on_the_cpu
@@ -33,11 +34,6 @@ from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 from gpu_replay.graphs.stream_order import StreamOrder, record_stream
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    return FakeCuda().install(monkeypatch)
 
 
 def take(order: StreamOrder, cuda: FakeCuda, name: str, stream: Any = None) -> None:
@@ -209,11 +205,9 @@ class Watch:
             if not self.depth:
                 self.astray.append(name)
 
-    def take(self) -> None:
-        self.depth += 1
-
-    def leave(self) -> None:
-        self.depth -= 1
+    def move(self, by: int) -> None:
+        """Somebody takes the turn, or leaves."""
+        self.depth += by
 
 
 class Mode:
@@ -267,8 +261,8 @@ def watched(buffer: Any, launches: list[Any]) -> Iterator[Watch]:
 
     with pytest.MonkeyPatch.context() as patch, seen_by(watch):
         patch.setattr(kernel_class(), "run", launched)
-        patch.setattr(StreamOrder, "__enter__", lambda order: watch.take())
-        patch.setattr(StreamOrder, "__exit__", lambda order, *error: watch.leave())
+        patch.setattr(StreamOrder, "__enter__", lambda order: watch.move(1))
+        patch.setattr(StreamOrder, "__exit__", lambda order, *error: watch.move(-1))
         yield watch
 
 

@@ -14,13 +14,17 @@ import pytest
 import torch
 from devices import thinned
 from guards import SENTINEL, Guards, guarded
+from hindsight_oracle import ACHIEVED, DESIRED, GOALS, hindsight, reward_of
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
 from programs import SAMPLERS
+from torch import Tensor
 from twins import FIELDS, Twins, check_batches, values_of
 
 from gpu_replay import Batch, Field, Latest, Proportional, Sequences, TrajectoryReplayBuffer
 from gpu_replay.ops import windows
+from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.hindsight import goal_sums, make_choose_goals
 from gpu_replay.ops.ring import Tile
 from gpu_replay.ops.steps import Flag
 
@@ -41,16 +45,21 @@ class Streams(Twins):
         super().__init__(
             lambda place: TrajectoryReplayBuffer(envs * steps, envs, fields, device=place, **known), device
         )
-        generator = np.random.default_rng(played)
-        finals = [name for name in self.host._streams.observations if settings.get("autoreset") == "same_step"]
-        for step in range(played):
-            given = {name: values_of(field, envs, generator) for name, field in fields.items()}
-            given["reward"] = generator.standard_normal(envs).astype(np.float32)
-            given |= {name: generator.random(envs) < end / 2 for name in ("terminated", "truncated")}
-            if step % 7:
-                given |= {f"final_{name}": values_of(fields[name], envs, generator) for name in finals}
-            self.host.add(**given)
+        self.fields, self.end, self.generator = fields, end, np.random.default_rng(played)
+        for number in range(played):
+            self.host.add(**self.step(number))
         self.tested.load_state_dict(self.host.state_dict())
+
+    def step(self, number: int) -> dict[str, Tensor]:
+        """The next step of all environments, most with final observations."""
+        envs, draw = self.host.num_envs, self.generator
+        given = {name: values_of(field, envs, draw) for name, field in self.fields.items()}
+        given["reward"] = torch.from_numpy(draw.standard_normal(envs).astype(np.float32))
+        given |= {name: torch.from_numpy(draw.random(envs) < self.end / 2) for name in ("terminated", "truncated")}
+        if number % 7 and self.host.autoreset == "same_step":
+            names = self.host._streams.observations
+            given |= {f"final_{name}": values_of(self.fields[name], envs, draw) for name in names}
+        return given
 
     def compare(self) -> Batch:
         """Compare what is read at every start; returns the host's."""
@@ -109,18 +118,31 @@ def test_windows_and_stacks(mode: str, shape: str, device: str, guards: Guards) 
 LARGE = ("84 x 84", "42 x 42", "to half", "to bfloat16")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in FIELDS]
+def compare_observations(name: str, mode: str, rows: Sequences | None, device: str) -> None:
+    with guarded():
+        fields, settings = {"obs": FIELDS[name], **ACTION}, MODES[mode]
+        Streams(device, fields, (2, 9, 24), 0.3, stack=3, n_step=2, sequences=rows, **settings).compare()
+
+
+@thinned(
+    "name, mode, rows",
+    [name for name in FIELDS if name not in LARGE],
+    ["next_step", "same_step, zeros"],
+    [None, Sequences(3)],
 )
-@pytest.mark.parametrize("on_gpu", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_observations(name: str, on_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_observations(name: str, mode: str, rows: Sequences | None, device: str) -> None:
+    compare_observations(name, mode, rows, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_observations_of_all_sizes(name: str, on_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if on_gpu:
         use_sizes_of_a_gpu(monkeypatch)
-    with guarded():
-        for mode in ("next_step", "same_step, zeros"):
-            fields = {"obs": FIELDS[name], **ACTION}
-            for rows in (None, Sequences(3)):
-                Streams(device, fields, (2, 9, 24), 0.3, stack=3, n_step=2, sequences=rows, **MODES[mode]).compare()
+    for mode in ("next_step", "same_step, zeros"):
+        for rows in (None, Sequences(3)):
+            compare_observations(name, mode, rows, device)
 
 
 def test_pieces_that_a_program_moves_one_after_the_other(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,14 +178,16 @@ def test_sequences(mode: str, stack: int, length: int, device: str, guards: Guar
     assert length == 1 or not bool(expected["mask"].all())
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_sequences_of_every_sampler(name: str, device: str, guards: Guards) -> None:
-    for rows in (Sequences(4, strict=True), Sequences(2, strict=True, stride=3), Sequences(3, stride=2)):
-        settings = {"sampler": SAMPLERS[name], "stack": 2, "n_step": 2, "sequences": rows, **MODES["same_step"]}
-        streams = Streams(device, SMALL, (3, 20, 55), 0.1, **settings)
-        for count in (3, 5):
-            streams.draw(count)
-        streams.check()
+STRIDES = (Sequences(4, strict=True), Sequences(2, strict=True, stride=3), Sequences(3, stride=2))
+
+
+@thinned("name, rows", SAMPLERS, STRIDES)
+def test_sequences_of_every_sampler(name: str, rows: Sequences, device: str, guards: Guards) -> None:
+    settings = {"sampler": SAMPLERS[name], "stack": 2, "n_step": 2, "sequences": rows, **MODES["same_step"]}
+    streams = Streams(device, SMALL, (3, 20, 55), 0.1, **settings)
+    for count in (3, 5):
+        streams.draw(count)
+    streams.check()
 
 
 # mode, stack, steps of a window, rows: every way in which steps are settled, of one step and of more than a window has
@@ -178,8 +202,7 @@ SETTLED: dict[str, tuple[str, int, int, Sequences]] = {
 }
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("case", SETTLED)
+@thinned("case, on_gpu", SETTLED, [False, True])
 def test_sequences_of_steps_that_kernels_add(
     case: str, on_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,20 +213,18 @@ def test_sequences_of_steps_that_kernels_add(
     with guarded():
         ring = rows.length + n_step + stack + 2
         settings = {"stack": stack, "n_step": n_step, "sequences": rows, **MODES[mode]}
-        streams = Streams(device, SMALL, (5, ring, 0), sampler=Proportional(alpha=1.0, eps=0.0), **settings)
+        sampler = Proportional(alpha=1.0, eps=0.0)
+        streams = Streams(device, SMALL, (5, ring, 0), 0.24, sampler=sampler, **settings)
         generator = np.random.default_rng(len(case))
         for step in range(3 * ring):
-            given = {name: values_of(field, 5, generator) for name, field in SMALL.items()}
-            given |= {name: torch.from_numpy(generator.random(5) < 0.12) for name in ("terminated", "truncated")}
-            if mode.startswith("same_step") and step % 3:
-                given["final_obs"] = values_of(SMALL["obs"], 5, generator)
+            given = streams.step(step)
             if step % 4 == 1:
                 given["priority"] = torch.from_numpy(2.0 ** generator.integers(-6, 9, 5))
             if step % 5 == 2:
                 streams.call("begin_episodes", torch.from_numpy(generator.random(5) < 0.5))
             if step == 2 * ring:
                 streams.call("clear")
-            streams.insert(**given, reward=torch.zeros(5))
+            streams.insert(**given)
             streams.check()
         assert streams.host.stats().eligible > 0
         streams.compare()
@@ -220,3 +241,40 @@ def test_what_means_nothing_is_still_read_inside(device: str, guards: Guards) ->
         found = buffer._engine.sample(6, None)
         assert all(int(found[name].max()) < SENTINEL for name in ("obs", "next_obs"))
         assert bool(found["reward"].isfinite().all())
+
+
+# goals
+
+
+def test_goals_are_cast_and_scaled_alike(device: str, guards: Guards) -> None:
+    goal = Field((2,), torch.int16, torch.float16, 0.25)
+
+    def reward_fn(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+        assert achieved.dtype == desired.dtype == torch.float16
+        return reward_of(achieved, desired)
+
+    settings = {"stack": 2, "relabel": hindsight(reward_fn=reward_fn)}
+    for mode in ("next_step", "same_step"):
+        fields = {**GOALS, ACHIEVED: goal, DESIRED: goal}
+        Streams(device, fields, (6, 5, 7), 0.25, **settings, **MODES[mode]).draw(9, loose=())
+
+
+def test_a_replayed_draw_of_what_is_gone_stays_inside(device: str, guards: Guards) -> None:
+    """A graph replayed after a `clear` chooses goals for starts that are not eligible, whatever is known of them."""
+    generator = np.random.default_rng(0)
+    buffer = Streams(device, GOALS, (3, 6, 8), 0.25, relabel=hindsight(), **MODES["same_step"]).tested
+    streams, slots = buffer._streams.streams, buffer.capacity
+    limits = dict.fromkeys(("episode_length", "clipped_length"), (-1, 2**31 - 1))
+    limits |= {"depth": (0, 2**31 - 1), "final": (0, 2**31 - 1), "flags": (0, 32)}
+    for added, strategy in ((0, "future"), (18, "final"), (33, "episode"), (7, "geometric")):
+        buffer._counters[Counter.ADDED] = buffer._counters[Counter.FIRST] = added
+        for name, (low, high) in limits.items():
+            tensor = getattr(streams, name)
+            tensor.copy_(torch.from_numpy(generator.integers(low, high, tensor.shape)).to(tensor.dtype))
+        drawn = torch.arange(2 * slots, device=device) % slots
+        sums = torch.from_numpy(goal_sums(0.9 if strategy == "geometric" else None, slots // 3)).to(device)
+        chosen = make_choose_goals(streams, 2 * slots, buffer._counters, 36, strategy, sums, 0)(drawn)
+        assert sorted(chosen.rows.tolist()) == list(range(36))
+        assert 0 <= int(chosen.slots.min()) <= int(chosen.slots.max()) < slots
+        assert int(chosen.places.min()) >= -1
+        assert int(chosen.places.max()) < streams.shape.finals
