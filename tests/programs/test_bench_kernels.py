@@ -14,7 +14,7 @@ import torch
 from bench_records import ENVIRONMENT, Capture, Patch, quicker, record
 from torch import Tensor
 
-from gpu_replay.bench import kernel_checks, kernels, plots, records
+from gpu_replay.bench import kernel_checks, kernels, records
 from gpu_replay.bench import main as commands
 from gpu_replay.bench.kernel_checks import Implementation
 from gpu_replay.bench.kernel_inputs import Inputs
@@ -197,17 +197,6 @@ def test_plots_are_made_of_records_alone(tmp_path: Path) -> None:
     pictures = sorted((tmp_path / "made").iterdir())
     assert [picture.name for picture in pictures] == ["cycle-256.png", "cycle.png", "draw.png"]
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
-
-
-def test_a_batch_of_two_capacities_has_no_panel_beside_those_of_more(tmp_path: Path, monkeypatch: Patch) -> None:
-    pytest.importorskip("matplotlib")
-    shown: list[list[str]] = []
-    monkeypatch.setattr(plots, "save", lambda figure, file: shown.append([each.get_title() for each in figure.axes]))
-    measured = {64: ("100k", "1M"), 32: ("10k", "100k", "1M"), 4096: ("10k", "100k", "1M")}
-    for batches, titles in ((measured, ["B = 32", "B = 4,096"]), ({64: measured[64], 8: ("1M",)}, [""])):
-        found = [record(f"cycle/N={n}/B={batch}", suite="peers") for batch, sizes in batches.items() for n in sizes]
-        plots.draw(found, tmp_path)
-        assert shown.pop() == titles
 
 
 @gpu

@@ -94,9 +94,9 @@ def test_parts_fit_their_time_and_programs_know_the_options_given_to_them(
 def test_a_step_that_fails_hangs_or_loses_the_device_stops_nothing(
     tmp_path: Path, run: Run, capfd: Capfd, heard: None
 ) -> None:
-    # interrupted when its time is over, so that what was measured is still written; Python may take seconds to start
+    # interrupted when its time is over, so that what was measured is still written; Python may take a second to start
     slow = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('written')"
-    short = Step("slow", [sys.executable, "-S", "-c", slow], 5)
+    short = Step("slow", [sys.executable, "-S", "-c", slow], 2)
     # a suite that loses the device goes on with what is missing
     text = "import sys; raise SystemExit(0 if '--missing' in sys.argv else 3)"
     suite = Step("suite", [sys.executable, "-S", "-c", text], 60, again=True)
