@@ -78,11 +78,10 @@ def of_fasttd3(folder: Path) -> list[Any]:
 
 
 def of_skrl(folder: Path) -> list[Any]:
-    from test_integrations_skrl import made, steps_of
+    from test_integrations_skrl import made, steps_of, store
 
     memory = made(25, 2)
-    for step in steps_of(20, 2, True):
-        memory.add_samples(**step)
+    store(steps_of(20, 2, True), memory)
     memory.sample(["observations"], batch_size=4)
     first = memory.buffer
     memory.save(str(folder / "memory"))

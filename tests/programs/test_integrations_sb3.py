@@ -85,6 +85,10 @@ def rest(envs: int, **other: Any) -> dict[str, Any]:
 def test_n_step_returns_are_those_of_its_own_buffer() -> None:
     arguments: Any = (60, BOX, spaces.Discrete(2), "cpu", ENVS)
     ours, theirs = (kind(*arguments, n_steps=3, gamma=0.9) for kind in (SB3ReplayBuffer, NStepReplayBuffer))
+    assert (ours.n_steps, ours.gamma) == (theirs.n_steps, theirs.gamma) == (3, 0.9)
+    for name in ("n_steps", "gamma"):
+        with pytest.raises(AttributeError):
+            setattr(ours, name, 2)
     play([ours, theirs], 17)
     assert isinstance(ours.storage, TrajectoryReplayBuffer)
     assert (len(ours.storage), ours.size()) == (51, 17)
@@ -134,16 +138,6 @@ def test_single_steps_are_those_of_its_own_buffer(theirs: Any, space: Any, actio
     # as q_network(data.observations).gather(1, data.actions) asks for
     assert found.actions.dtype == (torch.int64 if isinstance(action, spaces.Discrete) else torch.float32)
     assert found.discounts is None
-
-
-@pytest.mark.parametrize("n_steps", [1, 3])
-def test_n_steps_and_gamma_are_those_of_its_own_buffer_and_fixed(n_steps: int) -> None:
-    arguments: Any = (60, BOX, spaces.Discrete(2), "cpu", ENVS)
-    ours, theirs = (kind(*arguments, n_steps=n_steps, gamma=0.9) for kind in (SB3ReplayBuffer, NStepReplayBuffer))
-    assert (ours.n_steps, ours.gamma) == (theirs.n_steps, theirs.gamma) == (n_steps, 0.9)
-    for name in ("n_steps", "gamma"):
-        with pytest.raises(AttributeError):
-            setattr(ours, name, 2)
 
 
 PICTURE, THREE, FOUR = spaces.Box(0, 255, (3, 40, 36), np.uint8), spaces.Box(-1, 1, (3,)), spaces.Box(-1, 1, (2, 2))
@@ -261,8 +255,7 @@ def test_a_reset_between_two_calls_of_learn_ends_what_was_open() -> None:
     buffer = SB3ReplayBuffer(60, BOX, spaces.Discrete(2), "cpu", 1, n_steps=3, gamma=0.99)
     rows = np.arange(24, dtype=np.float64).reshape(12, 1, 2)
     for step in (*range(5), *range(6, 11)):
-        buffer.add(rows[step], rows[step + 1], np.zeros(1, int), np.ones(1), np.zeros(1, bool), [{}])
-    assert isinstance(buffer.storage, TrajectoryReplayBuffer)
+        buffer.add(rows[step], rows[step + 1], **rest(1))
     # windows of three steps and the observation after them: two in each part
     assert sorted(set(buffer.storage.sample(200).key.tolist())) == [0, 1, 5, 6]
 
@@ -381,7 +374,7 @@ def test_sums_of_rewards_are_normalized_as_those_of_its_own_buffer() -> None:
     row = np.ones((1, 2))
     for buffer in (ours, theirs):
         for _ in range(6):
-            buffer.add(row, row, np.zeros(1, int), np.ones(1), np.zeros(1, bool), [{}])
+            buffer.add(row, row, **rest(1))
     wanted = theirs._get_samples(np.zeros(1, int), env).rewards
     # a single step is within the bound, the sum of three is not
     assert wanted.item() > 3

@@ -50,6 +50,12 @@ def made(steps: int, envs: int, kind: Any = ReplayMemory, **more: Any) -> Any:
     return memory
 
 
+def store(steps: list[dict[str, Tensor]], *memories: Any) -> None:
+    for step in steps:
+        for memory in memories:
+            memory.add_samples(**step)
+
+
 @pytest.mark.parametrize("told", [False, True], ids=["as SAC passes them", "with truncated"])
 @pytest.mark.parametrize("resets", [False, True], ids=["next of the new episode", "next of the old episode"])
 @pytest.mark.parametrize("count", [20, 75], ids=["not full", "full"])
@@ -85,8 +91,7 @@ def test_without_replacement_a_batch_has_no_row_twice_as_there(length: int) -> N
     ours = made(6, 2, replacement=False, sequence_length=length)
     theirs = made(6, 2, RandomMemory, replacement=False)
     for count, step in enumerate(steps_of(10, 2, True), 1):
-        ours.add_samples(**step)
-        theirs.add_samples(**step)
+        store([step], ours, theirs)
         if count < length + 2:
             continue
         for asked in (2, 100):
@@ -103,8 +108,7 @@ def test_without_replacement_a_batch_has_no_row_twice_as_there(length: int) -> N
 
 def test_mini_batches_share_the_rows() -> None:
     ours = made(32, 4)
-    for step in steps_of(20, 4, True):
-        ours.add_samples(**step)
+    store(steps_of(20, 4, True), ours)
     parts = ours.sample(["observations", "states"], batch_size=10, mini_batches=3)
     assert [[len(column) for column in part] for part in parts] == [[4, 4], [3, 3], [3, 3]]
 
@@ -112,8 +116,7 @@ def test_mini_batches_share_the_rows() -> None:
 def test_windows_are_consecutive_steps_of_an_environment() -> None:
     ours = made(32, 4, sequence_length=5)
     steps = steps_of(60, 4, False)
-    for step in steps:
-        ours.add_samples(**step)
+    store(steps, ours)
     (found,) = ours.sample(["observations", "terminated"], batch_size=50, sequence_length=5)
     assert [column.shape for column in found] == [(250, 3), (250, 1)]
     for row, key in enumerate(ours.get_sampling_indexes().tolist()):
@@ -129,13 +132,11 @@ def test_windows_are_consecutive_steps_of_an_environment() -> None:
 
 def test_the_first_steps_are_sampled_at_once() -> None:
     ours, theirs = made(32, 4), made(32, 4, RandomMemory)
-    with pytest.raises(RuntimeError, match="holds 0 steps. Add more"):
-        ours.sample(NAMES, batch_size=8)
-    with pytest.raises(RuntimeError, match="holds 0 steps. Add more"):
-        ours.save("anywhere")
+    for call in (lambda: ours.sample(NAMES, batch_size=8), lambda: ours.save("anywhere")):
+        with pytest.raises(RuntimeError, match="holds 0 steps. Add more"):
+            call()
     for step in steps_of(5, 4, True):
-        ours.add_samples(**step)
-        theirs.add_samples(**step)
+        store([step], ours, theirs)
         (found,) = ours.sample(NAMES, batch_size=8)
         (held,) = theirs.sample_by_index(NAMES, indexes=list(range(len(theirs))))
         for name, one, other in zip(NAMES, found, held, strict=True):
@@ -147,8 +148,7 @@ def test_a_saved_memory_continues_with_new_episodes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs a folder"):
         first.save()
     steps = steps_of(20, 4, False)
-    for step in steps[:12]:
-        first.add_samples(**step)
+    store(steps[:12], first)
     first.save(str(tmp_path / "memory"), format="pt")
     second.load(str(tmp_path / "memory"))
     # the newest step is not saved
@@ -156,8 +156,7 @@ def test_a_saved_memory_continues_with_new_episodes(tmp_path: Path) -> None:
     (found,) = second.sample(["observations", "actions"], batch_size=100)
     t, e = second.get_sampling_indexes() // 4, second.get_sampling_indexes() % 4
     assert torch.equal(found[1], torch.stack([steps[int(a)]["actions"][int(b)] for a, b in zip(t, e, strict=True)]))
-    for step in steps[12:]:
-        second.add_samples(**step)
+    store(steps[12:], second)
     with pytest.raises(CheckpointError, match="has the capacity 128; this buffer has 64"):
         made(16, 4).load(str(tmp_path / "memory"))
     second.reset()
@@ -186,8 +185,7 @@ def test_what_it_cannot_do_says_so() -> None:
 
 def test_priorities_are_given_by_the_keys_of_the_last_sample_and_observations_may_be_short() -> None:
     ours, steps = made(32, 4, sampler=Proportional(eps=0.0), dtype=torch.bfloat16), steps_of(20, 4, False)
-    for step in steps:
-        ours.add_samples(**step)
+    store(steps, ours)
     ours.sample(NAMES, batch_size=256)
     key = ours.get_sampling_indexes()
     ours.buffer.update_priorities(key, torch.where(key == 21, 1e6, 1e-6))
