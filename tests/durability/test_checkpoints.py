@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import itertools
 import json
 import os
@@ -23,6 +22,7 @@ import pytest
 import torch
 from checkpoints import MANIFEST, example, numbers, pieces_of, read_everything, saved, snapshot
 from children import in_a_child, needs_fork
+from freed import collector_off_fixture as collector_off_fixture
 from torch import Tensor
 
 from gpu_replay import CheckpointError
@@ -157,7 +157,7 @@ def test_a_piece_that_somebody_touched_is_written_again(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_written_changes_nothing(
-    tmp_path: Path, manifest: dict[str, Any], tensors: dict[str, Tensor], error: type[Exception], message: str
+    tmp_path: Path, manifest: Any, tensors: Any, error: Any, message: str
 ) -> None:
     saved(tmp_path / "c")
     before = snapshot(tmp_path)
@@ -367,6 +367,7 @@ def test_after_an_error_no_further_work_begins() -> None:
     assert len(begun) == len(ended) + 1 < 500
 
 
+@pytest.mark.usefixtures("collector_off")
 def test_an_error_of_parallel_work_keeps_nothing_once_it_is_dropped() -> None:
     kept = torch.empty(1)
     alive = weakref.ref(kept)
@@ -374,14 +375,10 @@ def test_an_error_of_parallel_work_keeps_nothing_once_it_is_dropped() -> None:
     def work(item: int, tensor: torch.Tensor = kept) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    gc.disable()
-    try:
-        with pytest.raises(OSError, match="full") as error:
-            in_parallel(work, range(9), lambda result: None)
-        del error, work, kept
-        assert alive() is None
-    finally:
-        gc.enable()
+    with pytest.raises(OSError, match="full") as error:
+        in_parallel(work, range(9), lambda result: None)
+    del error, work, kept
+    assert alive() is None
 
 
 def test_a_write_that_the_system_cuts_short_keeps_the_old_checkpoint(tmp_path: Path) -> None:

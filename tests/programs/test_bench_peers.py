@@ -135,9 +135,7 @@ def test_a_library_without_priorities_draws_new_rows_and_weighs_all_alike(name: 
     assert not torch.equal(drawn[:256], first["obs"].reshape(256, 4)[:, 0])
 
 
-def test_bench_peers_is_refused_at_once_where_nothing_is_installed(
-    tmp_path: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_peers_are_refused_at_once_where_none_is_installed(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr(commands, "installed_version", lambda distribution: None)
     monkeypatch.setattr(commands, "available", lambda names, device: pytest.fail("a library was tried"))
     for chosen in ([], ["--peer", "cpprb"], ["--only", "cycle"]):

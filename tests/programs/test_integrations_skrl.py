@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 gymnasium = pytest.importorskip("gymnasium")
 pytest.importorskip("skrl", reason="needs skrl, in the extra `integrations`")
@@ -15,8 +15,8 @@ pytest.importorskip("skrl", reason="needs skrl, in the extra `integrations`")
 from skrl.agents.torch.sac import SAC  # noqa: E402
 from skrl.envs.wrappers.torch import wrap_env  # noqa: E402
 from skrl.memories.torch import RandomMemory  # noqa: E402
-from skrl.models.torch import DeterministicMixin, GaussianMixin, Model  # noqa: E402
 from skrl.trainers.torch import SequentialTrainer  # noqa: E402
+from skrl.utils.model_instantiators.torch import deterministic_model, gaussian_model  # noqa: E402
 
 from gpu_replay import CheckpointError, Proportional  # noqa: E402
 from gpu_replay.integrations.skrl import ReplayMemory  # noqa: E402
@@ -196,28 +196,6 @@ def test_priorities_are_given_by_the_keys_of_the_last_sample_and_observations_ma
     assert torch.equal(found[1][drawn][0], steps[5]["actions"][1])
 
 
-class Actor(GaussianMixin, Model):  # type: ignore[misc]
-    def __init__(self, observations: Any, actions: Any) -> None:
-        Model.__init__(self, observation_space=observations, state_space=None, action_space=actions, device="cpu")
-        GaussianMixin.__init__(self)
-        self.net = nn.Sequential(nn.Linear(self.num_observations, 32), nn.ReLU(), nn.Linear(32, self.num_actions))
-        self.log_std = nn.Parameter(torch.zeros(self.num_actions))
-
-    def compute(self, inputs: Any, role: str) -> Any:
-        return 2 * torch.tanh(self.net(inputs["observations"])), {"log_std": self.log_std}
-
-
-class Critic(DeterministicMixin, Model):  # type: ignore[misc]
-    def __init__(self, observations: Any, actions: Any) -> None:
-        Model.__init__(self, observation_space=observations, state_space=None, action_space=actions, device="cpu")
-        DeterministicMixin.__init__(self)
-        size = self.num_observations + self.num_actions
-        self.net = nn.Sequential(nn.Linear(size, 32), nn.ReLU(), nn.Linear(32, 1))
-
-    def compute(self, inputs: Any, role: str) -> Any:
-        return self.net(torch.cat([inputs["observations"], inputs["taken_actions"]], 1)), {}
-
-
 @pytest.mark.parametrize("envs", [1, 4])
 def test_its_trainer_learns_from_its_first_step_on(envs: int) -> None:
     """SAC on Pendulum, cut after 20 steps; a single environment is reset by the trainer."""
@@ -226,18 +204,19 @@ def test_its_trainer_learns_from_its_first_step_on(envs: int) -> None:
     plain = gymnasium.make("Pendulum-v1", max_episode_steps=20)
     many = gymnasium.make_vec("Pendulum-v1", 4, "sync", vector_kwargs=same, max_episode_steps=20)
     env = wrap_env(plain if envs == 1 else many, verbose=False)
-    observations, actions = env.observation_space, env.action_space
-    critics = {f"{role}_{i}": Critic(observations, actions) for i in (1, 2) for role in ("critic", "target_critic")}
+    given: Any = {"observation_space": env.observation_space, "action_space": env.action_space, "device": "cpu"}
+    layers = {"name": "net", "layers": [32], "activations": "relu"}
+    network = [layers | {"input": "OBSERVATIONS"}]
+    models = {"policy": gaussian_model(**given, network=network, output="2 * tanh(ACTIONS)")}
+    network = [layers | {"input": "concatenate([OBSERVATIONS, ACTIONS])"}]
+    for name in ("critic_1", "critic_2", "target_critic_1", "target_critic_2"):
+        models[name] = deterministic_model(**given, network=network, output="ONE")
+    for model in models.values():
+        model.init_state_dict()
     memory = ReplayMemory(memory_size=300, num_envs=envs, device="cpu")
     quiet = {"experiment": {"write_interval": 0, "checkpoint_interval": 0}}
-    agent = SAC(
-        models={"policy": Actor(observations, actions), **critics},
-        memory=memory,
-        observation_space=observations,
-        action_space=actions,
-        device="cpu",
-        cfg={"batch_size": 32, "learning_starts": 0, **quiet},
-    )
+    cfg = {"batch_size": 32, "learning_starts": 0, **quiet}
+    agent = SAC(models=models, memory=memory, cfg=cfg, **given)
     before = [each.clone() for each in agent.policy.parameters()]
     quiet = {"disable_progressbar": True, "close_environment_at_exit": False, "headless": True}
     SequentialTrainer(cfg={"timesteps": 60, **quiet}, env=env, agents=agent).train()

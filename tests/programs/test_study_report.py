@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -93,14 +92,12 @@ def test_an_interval_on_the_other_side_contradicts() -> None:
 # the report
 
 
-def part_of_it(
-    folder: Path, environments: Sequence[str] = ENVIRONMENTS, seeds: int = 2, episodes: int = 8, quick: bool = False
-) -> Path:
+def part_of_it(folder: Path, environments: Any = ENVIRONMENTS, seeds: int = 2, episodes: int = 8, **more: Any) -> Path:
     """Write the settings and the episodes of some runs of the recorded study, and return the folder."""
     folder.mkdir(exist_ok=True)
     settings, table = read_study(RECORDED / "study")
     agents = {name: settings["environments"][name] | {"episodes": episodes} for name in environments}
-    settings |= {"environments": agents, "seeds": list(range(seeds)), "quick": quick}
+    settings |= {"environments": agents, "seeds": list(range(seeds))} | more
     (folder / "settings.json").write_text(json.dumps(settings))
     table = table.astype({"environment": str, "method": str, "seed": int})
     chosen = table["environment"].isin(environments) & (table["seed"] < seeds)
@@ -152,18 +149,12 @@ def test_every_picture_is_shown_and_whole(monkeypatch: Patch, tmp_path: Path) ->
     monkeypatch.setattr("gpu_replay.study.plots.save", saving)
     # what has no interval promises none
     write_report(part_of_it(tmp_path, ["MountainCar-v0"], seeds=1))
-    assert ("MountainCar-v0: shorter is better" in said["durations"], "mean over 1 seed," in said["durations"]) == (
-        True,
-        True,
-    )
+    assert "MountainCar-v0: shorter is better" in said["durations"]
     assert ("ρ undefined" in said["explained"], "interval" in said["explained"]) == (True, False)
     written = write_report(part_of_it(tmp_path, ["CartPole-v1"]))
     assert [path.name for path in written] == [*PICTURES, "report.md"]
     assert not list(tmp_path.glob(".*"))
-    assert ("CartPole-v1: longer is better" in said["durations"], "mean over 2 seeds" in said["durations"]) == (
-        True,
-        True,
-    )
+    assert "CartPole-v1: longer is better" in said["durations"]
     assert re.search(r"95% interval ρ = [+-]0\.\d\d  \[", said["explained"])
     for path in written[:-1]:
         assert f"]({path.name})" in written[-1].read_text()
