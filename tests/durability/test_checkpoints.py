@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import MANIFEST, example, numbers, pieces_of, read_everything, saved, snapshot
-from children import in_a_child, needs_fork
+from children import ended, forked, in_a_child, needs_fork
 from freed import collector_off_fixture as collector_off_fixture
 from torch import Tensor
 
@@ -235,20 +235,15 @@ def test_a_damaged_checkpoint_can_be_saved_over(tmp_path: Path) -> None:
 
 
 @needs_fork
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_process_that_is_forked_during_a_save_holds_no_lock(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     (tmp_path / "c").mkdir()
     with save_lock(tmp_path / "c", tmp_path / "c"):
-        child = os.fork()
-        if not child:
-            os.close(writing)
-            # until the other end is closed
-            os.read(reading, 1)
-            os._exit(0)
+        # until the other end is closed
+        child = forked(lambda: (os.close(writing), os.read(reading, 1)))
     saved(tmp_path / "c")
     os.close(writing)
-    assert os.waitpid(child, 0)[1] == 0
+    assert ended(child) == 0
 
 
 def test_a_tensor_that_shrank_to_pieces_that_are_kept_comes_back(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from unittest import mock
 import pytest
 import torch
 from checkpoints import read_seed, saved
-from children import forked, in_a_child, needs_fork
+from children import ended, forked, in_a_child, needs_fork
 from devices import host_only
 from freed import collector_off_fixture as collector_off_fixture
 from launches import kernel_class
@@ -48,16 +48,7 @@ from trees import check_sums
 from twins import check_batches
 
 import gpu_replay
-from gpu_replay import (
-    Combined,
-    Field,
-    Hindsight,
-    Proportional,
-    RankBased,
-    ReplayBuffer,
-    TrajectoryReplayBuffer,
-    Uniform,
-)
+from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.checkpoint import files, shards
 from gpu_replay.engines import device_trajectory
 from gpu_replay.ops.counters import Counter
@@ -186,12 +177,7 @@ def chosen(*quick: tuple[str, str], names: Any = MORE) -> pytest.MarkDecorator:
 
 
 def places_of(
-    call: Callable[[], Any],
-    at: int = NOWHERE,
-    error: type[BaseException] = Interruption,
-    *,
-    everywhere: bool = False,
-    among: Callable[[str], bool] = lambda file: True,
+    call: Any, at: int = NOWHERE, error: Any = Interruption, everywhere: bool = False, among: Any = bool
 ) -> int:
     """Make a call, and raise at so many places of the package; returns how many it passed.
 
@@ -283,7 +269,7 @@ def check_every_place(kind: str, name: str, adds: int, call: Call, every: int) -
 
 
 def test_an_exception_at_any_instruction_of_a_sample_with_goals_leaves_the_buffer_open() -> None:
-    buffer = make("goals", relabel=Hindsight(reward_fn=reached, ratio=0.5))
+    buffer = make("goals")
     for _ in range(24):
         buffer.add(**given(buffer))
     buffer.sample(4)
@@ -330,7 +316,7 @@ def test_a_reward_function_that_fails_moves_nothing() -> None:
             raise ArithmeticError(asked.pop())
         return reached(achieved, desired)
 
-    both = [make("goals", relabel=Hindsight(reward_fn=function, ratio=0.5)) for function in (fails, reached)]
+    both = [make("goals", relabel=gpu_replay.Hindsight(reward_fn=function, ratio=0.5)) for function in (fails, reached)]
     for buffer in both:
         for _ in range(24):
             buffer.add(**given(buffer))
@@ -394,15 +380,9 @@ class TestHost:
         total = in_a_child(lambda: save(1))
         assert total > 200
         for at in range(0, total, 1 if full else total // 12):
-            child, seed = forked(lambda at=at: save(at + 2, at)), at + 2
-            until = time.monotonic() + 3
-            while not (gone := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < until:
-                time.sleep(0.01)
-            if not gone:
-                # it waits for a lock that nobody gives back, as may be; what lies on the disk counts
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-            held = read_seed(path, held, seed)
+            # it may wait for a lock that nobody gives back, until the alarm; what lies on the disk counts
+            ended(forked(lambda at=at: (signal.alarm(3), save(at + 2, at))))
+            held = read_seed(path, held, at + 2)
         saved(path, 0)
         assert read_seed(path, 0) == 0
 
@@ -509,9 +489,7 @@ def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
         torch.set_num_threads(threads)
 
 
-def interrupt_everywhere(
-    call: Callable[[], Any], others: Iterable[Callable[[], Any]], chosen: Callable[[int], Iterable[int]]
-) -> int:
+def interrupt_everywhere(call: Any, others: Iterable[Any], chosen: Callable[[int], Iterable[int]]) -> int:
     """Interrupt a call at the chosen ones of its places, but for those in the code of threads; returns their number.
 
     After each the others are made in another thread, which waits for any lock that is still held, and all threads that
@@ -766,17 +744,10 @@ class TestDevice:
 
     def test_a_launch_that_cannot_be_made_is_not_made_again(self) -> None:
         buffer, untouched = (used("transitions", "proportional", 9) for _ in range(2))
-        rows, tried = given(buffer, 3), []
-
-        def fails(*_: Any, **__: Any) -> None:
-            tried.append(None)
-            raise MemoryError
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernel_class(), "run", fails)
-            with pytest.raises(MemoryError):
-                buffer.add(**rows)
-        assert len(tried) == 1
+        rows = given(buffer, 3)
+        with mock.patch.object(kernel_class(), "run", side_effect=MemoryError) as tried, pytest.raises(MemoryError):
+            buffer.add(**rows)
+        assert tried.call_count == 1
         assert not unlike(buffer, memory(untouched))
         for each in (buffer, untouched):
             each.add(**rows)

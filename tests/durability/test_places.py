@@ -10,6 +10,7 @@ import pickle  # noqa: TID251 - what users pickle
 import random
 import resource
 import shlex
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from children import in_a_child, memory_of, waiting
+from children import ended, forked, in_a_child, memory_of
 from devices import INTERPRETED, host_only
 from fake_cuda import FakeCuda
 from places import check_equal, given, live, make, pinned_on_the_cpu
@@ -407,13 +408,13 @@ def test_a_folder_that_cannot_be_is_an_error_that_says_what_to_do(name: str, tmp
 @of_a_file
 @host_only
 def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    def used() -> Any:
+    def used() -> None:
         buffer = make("exact", storage_path=tmp_path)
         buffer.add(**given(buffer))
-        return buffer
-
-    with waiting(used):
         assert list(tmp_path.iterdir()) == []
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert ended(forked(used)) == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
 
 

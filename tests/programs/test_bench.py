@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -143,19 +144,13 @@ def test_the_best_baseline_is_the_fastest_on_the_same_machine() -> None:
 DOCUMENT = "# T\n\n<!-- bench:cpu -->\nold\n<!-- /bench:cpu -->\n\ntext\n\n<!-- bench:gpu --><!-- /bench:gpu -->\nend\n"
 
 
-def test_marked_places_are_renewed_and_nothing_else() -> None:
-    once = report.updated(DOCUMENT, [record()])
-    assert "old" not in once
-    assert "| cycle/N=1M" in once
-    assert "Not measured yet: `gpu-replay bench gpu`." in once
-    assert report.updated(once, [record()]) == once
-    with pytest.raises(UserError, match="not closed"):
-        report.updated("<!-- bench:cpu -->\n", [record()])
-    with pytest.raises(UserError, match="no table is called 'cpus'"):
-        report.updated("<!-- bench:cpus --><!-- /bench:cpus -->", [record()])
-
-
 # the command
+
+
+def test_a_document_with_wrong_marks_is_refused() -> None:
+    for text, message in (("cpu -->\n", "not closed"), ("cpus --><!-- /bench:cpus -->", "no table is called 'cpus'")):
+        with pytest.raises(UserError, match=message):
+            report.updated(f"<!-- bench:{text}", [record()])
 
 
 def test_bench_cpu_measures_records_and_prints(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
@@ -178,7 +173,9 @@ def test_bench_cpu_measures_records_and_prints(tmp_path: Path, capsys: Capture, 
     for outcome in ("renewed", "already as recorded"):
         assert commands.main(["report", str(file), "--update", str(document)]) == 0
         assert f"{document}: {outcome}" in capsys.readouterr().out
-        assert "| cycle/N=10k" in document.read_text()
+        first, *_, last = document.read_text().split("\n\ntext\n\n")
+        assert ("| cycle/N=10k" in first, "\nold\n" in first) == (True, False)
+        assert "Not measured yet: `gpu-replay bench gpu`." in last
     assert commands.main(["report", str(file)]) == 0
     printed = capsys.readouterr().out
     assert ("## cpu" in printed, "QUICK RUN, not to be quoted" in printed) == (True, True)
@@ -220,9 +217,7 @@ def test_a_run_that_cannot_be_made_says_why_and_a_mistake_has_a_traceback(monkey
         (error,) = capsys.readouterr().err.strip().splitlines()
         assert message in error
 
-    def mistaken(options: object) -> Work:
-        raise ValueError("a table of ours")
-
+    mistaken = mock.Mock(side_effect=ValueError("a table of ours"))
     monkeypatch.setitem(commands.SUITES, "cpu", (mistaken, "nothing"))
     with pytest.raises(ValueError, match="a table of ours"):
         main(["bench", "cpu"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -152,12 +152,8 @@ def test_a_case_that_fails_leaves_a_line_and_stops_nothing(tmp_path: Path, monke
 
 
 def test_a_device_that_is_lost_ends_the_suite(monkeypatch: Patch) -> None:
-    def lost(device: torch.device) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    def fails(case: Case) -> Iterator[Record]:
-        raise ValueError("a kernel ended badly")
-
+    lost = mock.Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered"))
+    fails = mock.Mock(side_effect=ValueError("a kernel ended badly"))
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     cases, on_gpu = [Case("draw", 1000, 32)] * 2, replace(run(), device=CUDA)
     with Progress(2, "test") as progress, pytest.raises(DeviceLost, match="lost since draw/N=1k/B=32: a kernel ended"):

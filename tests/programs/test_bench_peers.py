@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -82,9 +83,7 @@ def test_a_library_that_cannot_be_measured_is_skipped_with_the_reason(monkeypatc
     # Python's own way of saying that there is no such module
     monkeypatch.setitem(sys.modules, "cpprb", None)
 
-    def broken(task: Task) -> Subject:
-        raise AttributeError("a name that another version has")
-
+    broken = mock.Mock(side_effect=AttributeError("a name that another version has"))
     monkeypatch.setitem(PEERS, "tianshou", PEERS["tianshou"]._replace(make=broken))
     assert peers.available(["cpprb", "tianshou", "python_sum_tree"], CPU) == ["python_sum_tree"]
     missing, failing = capsys.readouterr().err.splitlines()

@@ -14,6 +14,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -224,9 +225,7 @@ def test_a_reader_that_ends_early_ends_the_command_without_a_message() -> None:
 
 
 def test_a_pipe_of_its_own_that_breaks_is_an_error(capsys: Capture, monkeypatch: Patch) -> None:
-    def broken(options: object) -> int:
-        raise BrokenPipeError("the encoder has ended")
-
+    broken = mock.Mock(side_effect=BrokenPipeError("the encoder has ended"))
     monkeypatch.setattr("gpu_replay.console.info.run", broken)
     assert main(["info"]) == 1
     assert capsys.readouterr().err == "gpu-replay info: the encoder has ended\n"
@@ -252,8 +251,7 @@ def test_a_run_is_written_over_another_when_asked(catch_run: Path, tmp_path: Pat
     for path in others:
         path.write_text("mine")
     (events,) = folder.glob("tensorboard/events*")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shutil, "rmtree", interrupted)
+    with mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt):
         assert main([*SHORT, "--overwrite", "--output", str(folder)]) == 130
     # it is still known as a run
     assert main([*SHORT, "--overwrite", "--output", str(folder)]) == 0
@@ -264,10 +262,6 @@ def test_a_run_is_written_over_another_when_asked(catch_run: Path, tmp_path: Pat
 
 
 SHORT = ["train", "catch", "--device", "cpu", "--steps", "64", "--eval-episodes", "4"]
-
-
-def interrupted(*_: Any, **__: Any) -> None:
-    raise KeyboardInterrupt
 
 
 # files under the names of a run's
@@ -312,12 +306,9 @@ def test_a_tilde_is_the_home_folder(command: str, capsys: Capture, monkeypatch: 
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what a process has loaded is read from /proc")
-def test_ctrl_c_while_torch_loads_is_one_line() -> None:
+def test_ctrl_c_while_torch_loads_is_one_line(heard: None) -> None:
     command = [sys.executable, "-m", "gpu_replay", "train", "catch"]
-    # a shell lets what it runs in the background ignore Ctrl-C, and children inherit that
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    signal.signal(signal.SIGINT, before)
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         assert process.poll() is None
         time.sleep(0.01)

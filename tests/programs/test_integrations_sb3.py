@@ -47,13 +47,7 @@ def small(kind: Any, env: str, replay: dict[str, Any], **more: Any) -> Any:
     return kind("MlpPolicy", env, replay_buffer_kwargs=replay, policy_kwargs={"net_arch": [8]}, **SMALL | more)
 
 
-def play(
-    buffers: list[Any],
-    steps: int,
-    space: spaces.Space[Any] = BOX,
-    gymnasium_infos: bool = False,
-    endings: float = 0.2,
-) -> None:
+def play(buffers: list[Any], steps: int, space: Any = BOX, gymnasium_infos: bool = False, endings: float = 0.2) -> None:
     """Store the same random steps, whose rows have numbers of their own, in several buffers.
 
     gymnasium_infos: one dictionary of all environments instead of one of each.

@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -159,13 +160,6 @@ def test_records_decide_and_what_is_missing_leaves_a_question_open(tmp_path: Pat
     assert unanswered(verdicts("host", record(on_gpu.HOST, 20.0, "add", environment=newer)))
 
 
-def raises(error: Exception) -> Callable[[], str]:
-    def check() -> str:
-        raise error
-
-    return check
-
-
 def crash() -> str:
     faulthandler.disable()  # pytest's would print a traceback in the middle of its dots
     os.kill(os.getpid(), signal.SIGSEGV)
@@ -175,8 +169,10 @@ def crash() -> str:
 def test_each_feature_costs_itself_alone(tmp_path: Path, monkeypatch: Patch, capfd: Capture) -> None:
     features = {
         "good": Feature(lambda: "all is well"),
-        "wrong": Feature(raises(Wrong("not that of the host")), {"train": ["--no-graph"], "skip": ["rank*"]}),
-        "wrong too": Feature(raises(Wrong("nor that")), {"train": ["--no-graph"], "skip": ["scan*"]}),
+        "wrong": Feature(
+            mock.Mock(side_effect=Wrong("not that of the host")), {"train": ["--no-graph"], "skip": ["rank*"]}
+        ),
+        "wrong too": Feature(mock.Mock(side_effect=Wrong("nor that")), {"train": ["--no-graph"], "skip": ["scan*"]}),
         "crashing": Feature(crash),
         "hanging": Feature(lambda: str(time.sleep(60)), limit=0.3),
         "last": Feature(lambda: "still here"),
