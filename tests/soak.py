@@ -46,7 +46,7 @@ ROUND_SECONDS = 60.0
 # after which a part that has not ended hangs
 MOST_SECONDS = 600.0
 # how the case that failed is run again, from the root of the checkout
-REPEAT = "cd tests; PYTHONPATH=helpers:durability python -c"
+REPEAT = "cd tests; PYTHONPATH=helpers:durability:contract python -c"
 NUMBERED = {"a": Field((3,), torch.int16), "n": Field((), torch.int64)}
 
 
