@@ -408,7 +408,8 @@ def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: boo
     and whether a kernel can read both as they are.
     """
     if as_array:
-        # fast path: what `sample` returned and a learner has computed; a sum that overflows is looked at again
+        # fast path: what `sample` returned and a learner has computed; a sum that overflows is looked at again (`dot`
+        # would warn of it)
         try:
             array = keys.numpy() if type(keys) is Tensor else keys
             numbers = priorities.numpy() if type(priorities) is Tensor else priorities
@@ -418,7 +419,7 @@ def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: boo
                 and array.ndim == 1
                 and numbers.dtype in _REAL
                 and numbers.shape == array.shape
-                and numbers.dot(numbers) < math.inf
+                and np.vdot(numbers, numbers) < math.inf
             ):
                 return array, numbers, False
         except (RuntimeError, TypeError):

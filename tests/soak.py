@@ -34,7 +34,7 @@ from test_interrupts import MORE, interrupt_everywhere, large_calls, under_signa
 from test_kills import test_killed_at_random_moments_leaves_the_old_or_the_new_one
 from test_sharded import check_one_sided, one_sided
 from test_threads import SAMPLERS as OF_THREADS
-from test_threads import Adder, adding, made, users
+from test_threads import adding, made, repeated, users
 
 from gpu_replay import CheckpointError, Field, Proportional, ReplayBuffer
 from gpu_replay.bench.records import current_environment
@@ -46,7 +46,7 @@ ROUND_SECONDS = 60.0
 # after which a part that has not ended hangs
 MOST_SECONDS = 600.0
 # how the case that failed is run again, from the root of the checkout
-REPEAT = "cd tests; PYTHONPATH=helpers:durability python -c"
+REPEAT = "cd tests; PYTHONPATH=helpers:durability:contract python -c"
 NUMBERED = {"a": Field((3,), torch.int16), "n": Field((), torch.int64)}
 
 
@@ -134,7 +134,7 @@ def threads(seed: int) -> int:
             running.enter_context(adding(buffer, "cpu"))
             # batches of more than 1 MB
             for use in users(buffer, Path(folder) / str(number), 1200).values():
-                running.enter_context(Adder(lambda use=use: done.append(use())))
+                running.enter_context(repeated(lambda use=use: done.append(use())))
         time.sleep(1.5)
     return len(done)
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from devices import scale
 from model import UNIT, mass_of
 from pairs import RowPair, StepPair, numbered, play
+from programs import SAMPLERS
 from tolerances import close
 from transitions import EXACT, fill, make
 
@@ -209,3 +212,13 @@ def test_priorities_before_eligibility_come_to_count_also_in_long_updates(device
         pair.add([numbered(number, env, FIELDS) for env in range(1_000)])
     pair.check_all()
     assert units(pair)[:2_000] == [1.0 + key % 7 for key in [*range(1_000), *range(2_000, 3_000)]]
+
+
+def test_priorities_whose_squares_overflow_are_taken_without_a_warning(device: str) -> None:
+    pair = RowPair(4, SAMPLERS["rank"], device=device)
+    pair.add(4)
+    largest = float(np.finfo(np.float64).max)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair.update([0, 1, 2], [largest, 1e200, 3e38])
+    pair.check_all()

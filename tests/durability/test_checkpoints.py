@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import itertools
 import json
 import os
@@ -22,7 +21,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import MANIFEST, example, numbers, pieces_of, read_everything, saved, snapshot
-from children import in_a_child, needs_fork
+from children import ended, forked, in_a_child, needs_fork
+from freed import collector_off_fixture as collector_off_fixture
 from torch import Tensor
 
 from gpu_replay import CheckpointError
@@ -157,7 +157,7 @@ def test_a_piece_that_somebody_touched_is_written_again(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_written_changes_nothing(
-    tmp_path: Path, manifest: dict[str, Any], tensors: dict[str, Tensor], error: type[Exception], message: str
+    tmp_path: Path, manifest: Any, tensors: Any, error: Any, message: str
 ) -> None:
     saved(tmp_path / "c")
     before = snapshot(tmp_path)
@@ -235,20 +235,15 @@ def test_a_damaged_checkpoint_can_be_saved_over(tmp_path: Path) -> None:
 
 
 @needs_fork
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_process_that_is_forked_during_a_save_holds_no_lock(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     (tmp_path / "c").mkdir()
     with save_lock(tmp_path / "c", tmp_path / "c"):
-        child = os.fork()
-        if not child:
-            os.close(writing)
-            # until the other end is closed
-            os.read(reading, 1)
-            os._exit(0)
+        # until the other end is closed
+        child = forked(lambda: (os.close(writing), os.read(reading, 1)))
     saved(tmp_path / "c")
     os.close(writing)
-    assert os.waitpid(child, 0)[1] == 0
+    assert ended(child) == 0
 
 
 def test_a_tensor_that_shrank_to_pieces_that_are_kept_comes_back(tmp_path: Path) -> None:
@@ -367,6 +362,7 @@ def test_after_an_error_no_further_work_begins() -> None:
     assert len(begun) == len(ended) + 1 < 500
 
 
+@pytest.mark.usefixtures("collector_off")
 def test_an_error_of_parallel_work_keeps_nothing_once_it_is_dropped() -> None:
     kept = torch.empty(1)
     alive = weakref.ref(kept)
@@ -374,14 +370,10 @@ def test_an_error_of_parallel_work_keeps_nothing_once_it_is_dropped() -> None:
     def work(item: int, tensor: torch.Tensor = kept) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    gc.disable()
-    try:
-        with pytest.raises(OSError, match="full") as error:
-            in_parallel(work, range(9), lambda result: None)
-        del error, work, kept
-        assert alive() is None
-    finally:
-        gc.enable()
+    with pytest.raises(OSError, match="full") as error:
+        in_parallel(work, range(9), lambda result: None)
+    del error, work, kept
+    assert alive() is None
 
 
 def test_a_write_that_the_system_cuts_short_keeps_the_old_checkpoint(tmp_path: Path) -> None:

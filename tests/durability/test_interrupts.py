@@ -16,7 +16,6 @@ import _thread
 import concurrent.futures.thread
 import copy
 import faulthandler
-import gc
 import io
 import linecache
 import os
@@ -38,8 +37,9 @@ from unittest import mock
 import pytest
 import torch
 from checkpoints import read_seed, saved
-from children import forked, in_a_child, needs_fork
+from children import ended, forked, in_a_child, needs_fork
 from devices import host_only
+from freed import collector_off_fixture as collector_off_fixture
 from launches import kernel_class
 from places import ENVS, STEPS, given, make, reached
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,21 +48,14 @@ from trees import check_sums
 from twins import check_batches
 
 import gpu_replay
-from gpu_replay import (
-    Combined,
-    Field,
-    Hindsight,
-    Proportional,
-    RankBased,
-    ReplayBuffer,
-    TrajectoryReplayBuffer,
-    Uniform,
-)
+from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.checkpoint import files, shards
 from gpu_replay.engines import device_trajectory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.sharded.group import Group
 
+# no buffer of before is finalized in the middle of a call
+pytestmark = pytest.mark.usefixtures("collector_off")
 COMPILED = find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") == "0"
 on_the_host = [
     pytest.mark.contract,
@@ -79,19 +72,12 @@ MORE: dict[str, Any] = {
     "stored": Proportional(initial="stored"),
     "combined-rank": Combined(RankBased(normalize="buffer", initial="stored")),
 }
+REFUSES = r"interrupted.* Call clear\(\), or load a state"
 Call = Callable[..., Any]
 
 
 class Interruption(BaseException):
     """What no code expects."""
-
-
-@pytest.fixture(autouse=True)
-def no_collection() -> Iterator[None]:
-    """No buffer of before is finalized in the middle of a call."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 # buffers, their calls, and what is in their memory
@@ -191,12 +177,7 @@ def chosen(*quick: tuple[str, str], names: Any = MORE) -> pytest.MarkDecorator:
 
 
 def places_of(
-    call: Callable[[], Any],
-    at: int = NOWHERE,
-    error: type[BaseException] = Interruption,
-    *,
-    everywhere: bool = False,
-    among: Callable[[str], bool] = lambda file: True,
+    call: Any, at: int = NOWHERE, error: Any = Interruption, everywhere: bool = False, among: Any = bool
 ) -> int:
     """Make a call, and raise at so many places of the package; returns how many it passed.
 
@@ -288,7 +269,7 @@ def check_every_place(kind: str, name: str, adds: int, call: Call, every: int) -
 
 
 def test_an_exception_at_any_instruction_of_a_sample_with_goals_leaves_the_buffer_open() -> None:
-    buffer = make("goals", relabel=Hindsight(reward_fn=reached, ratio=0.5))
+    buffer = make("goals")
     for _ in range(24):
         buffer.add(**given(buffer))
     buffer.sample(4)
@@ -335,7 +316,7 @@ def test_a_reward_function_that_fails_moves_nothing() -> None:
             raise ArithmeticError(asked.pop())
         return reached(achieved, desired)
 
-    both = [make("goals", relabel=Hindsight(reward_fn=function, ratio=0.5)) for function in (fails, reached)]
+    both = [make("goals", relabel=gpu_replay.Hindsight(reward_fn=function, ratio=0.5)) for function in (fails, reached)]
     for buffer in both:
         for _ in range(24):
             buffer.add(**given(buffer))
@@ -384,9 +365,7 @@ class TestHost:
         assert in_a_child(work) > 50
 
     @needs_fork
-    def test_an_interrupt_of_threads_themselves_leaves_the_old_checkpoint_or_the_new_one(
-        self, full: bool, tmp_path: Path
-    ) -> None:
+    def test_an_interrupt_of_threads_leaves_the_old_checkpoint_or_the_new_one(self, full: bool, tmp_path: Path) -> None:
         path, held = tmp_path / "checkpoint", 1
 
         def save(seed: int, at: int = NOWHERE) -> int:
@@ -401,23 +380,15 @@ class TestHost:
         total = in_a_child(lambda: save(1))
         assert total > 200
         for at in range(0, total, 1 if full else total // 12):
-            child, seed = forked(lambda at=at: save(at + 2, at)), at + 2
-            until = time.monotonic() + 3
-            while not (gone := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < until:
-                time.sleep(0.01)
-            if not gone:
-                # it waits for a lock that nobody gives back, as may be; what lies on the disk counts
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-            held = read_seed(path, held, seed)
+            # it may wait for a lock that nobody gives back, until the alarm; what lies on the disk counts
+            ended(forked(lambda at=at: (signal.alarm(3), save(at + 2, at))))
+            held = read_seed(path, held, at + 2)
         saved(path, 0)
         assert read_seed(path, 0) == 0
 
     @pytest.mark.parametrize("call", ["clear", "load"])
     @chosen(*((kind, "proportional") for kind in KINDS[::2]), names=("proportional", "uniform", "rank"))
-    def test_a_clear_or_a_load_that_is_interrupted_is_whole_or_empty(
-        self, kind: str, name: str, call: str, full: bool
-    ) -> None:
+    def test_an_interrupted_clear_or_load_is_whole_or_empty(self, kind: str, name: str, call: str, full: bool) -> None:
         state, done, counted = used(kind, name).state_dict(), used(kind, name, 5), used(kind, name, 5)
         before = memory(done)
 
@@ -434,8 +405,8 @@ class TestHost:
 
     @pytest.mark.parametrize("again", ["clear", "load"])
     @pytest.mark.parametrize("kind", ["transitions", "next_step"])
-    def test_a_load_or_clear_that_is_interrupted_twice_leaves_a_buffer_that_refuses_calls(
-        self, kind: str, again: str, monkeypatch: pytest.MonkeyPatch
+    def test_after_an_interrupt_that_comes_twice_calls_are_refused(
+        self, kind: str, again: str, monkeypatch: Any
     ) -> None:
         state, buffer = used(kind, "proportional").state_dict(), used(kind, "proportional", 5)
         calls, waiting = {**calls_of(buffer), "len": len, "keys": lambda each: each.keys()}, ThreadPoolExecutor(1)
@@ -454,7 +425,7 @@ class TestHost:
                     first()
             refused = [call for name, call in calls.items() if name not in ("clear", "load")]
             for call in (*[partial(call, buffer) for call in refused], *[each.result for each in late]):
-                with pytest.raises(RuntimeError, match=r"interrupted.* Call clear\(\), or load a state"):
+                with pytest.raises(RuntimeError, match=REFUSES):
                     call()
             buffer.clear() if again == "clear" else buffer.load_state_dict(state)
             assert len(buffer) == 0 if again == "clear" else not unlike(buffer, memory(used(kind, "proportional")))
@@ -518,9 +489,7 @@ def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
         torch.set_num_threads(threads)
 
 
-def interrupt_everywhere(
-    call: Callable[[], Any], others: Iterable[Callable[[], Any]], chosen: Callable[[int], Iterable[int]]
-) -> int:
+def interrupt_everywhere(call: Any, others: Iterable[Any], chosen: Callable[[int], Iterable[int]]) -> int:
     """Interrupt a call at the chosen ones of its places, but for those in the code of threads; returns their number.
 
     After each the others are made in another thread, which waits for any lock that is still held, and all threads that
@@ -618,14 +587,15 @@ class Places(TorchDispatchMode):
     """Raises at one of the places of a call: launches of its kernels, and operations of torch between them.
 
     at:       the place, counted from 0. broken: whether all later ones of the call raise as well.
+    before:   the launch before which it raises instead, counted from 0.
     count, launches: of the places and of the launches that were made so far.
     """
 
     within: list[Places] = []  # noqa: RUF012 - the one in progress, if any
 
-    def __init__(self, at: int = NOWHERE, error: type[BaseException] = Interruption, *, broken: bool = False) -> None:
+    def __init__(self, at: int = NOWHERE, error: Any = Interruption, *, broken: bool = False, before: int = -1) -> None:
         super().__init__()
-        self.at, self.error, self.broken = at, error, broken
+        self.at, self.error, self.broken, self.before = at, error, broken, before
         self.count = self.launches = 0
         self._launching = False
 
@@ -651,6 +621,8 @@ class Places(TorchDispatchMode):
 
     def launched(self, run: Callable[[], Any]) -> None:
         self._pass_by()
+        if self.launches == self.before:
+            raise self.error
         self._launching = True
         try:
             run()
@@ -717,7 +689,7 @@ def holding(rows: int) -> ReplayBuffer:
 class TestDevice:
     @chosen(("transitions", "proportional"), ("same_step", "proportional"))
     def test_an_exception_anywhere_leaves_a_whole_buffer(
-        self, kind: str, name: str, full: bool, monkeypatch: pytest.MonkeyPatch
+        self, kind: str, name: str, full: bool, monkeypatch: Any
     ) -> None:
         # an `extend` brings so many steps to the device at once
         monkeypatch.setattr(device_trajectory, "_TOGETHER", 2 * ENVS)
@@ -730,12 +702,12 @@ class TestDevice:
     @pytest.mark.parametrize("kind", ["transitions", "next_step"])
     def test_a_write_makes_all_values_before_the_first_change(self, kind: str) -> None:
         """So only an interrupt can leave it between two fields, each of which is then the old one or the new one."""
-        state, written, total = used(kind, "proportional").state_dict(), new(kind, "proportional"), 0
-        call, before = calls_of(used(kind, "proportional"))["write"], memory(used(kind, "proportional"))
+        first, written = used(kind, "proportional"), new(kind, "proportional")
+        state, call, before = first.state_dict(), calls_of(first)["write"], memory(first)
         written.load_state_dict(state)
         total = Places().made(lambda: call(written)).count
         # a copy for each field; then stale keys are counted: a view of their number, and a sum
-        changing = len(written.fields) + 2
+        changing, after = len(written.fields) + 2, memory(written)
         assert total > 2 * changing
         for at in range(total):
             buffer = new(kind, "proportional")
@@ -744,7 +716,7 @@ class TestDevice:
                 Places(at).made(lambda buffer=buffer: call(buffer))
             changed = unlike(buffer, before)
             assert bool(changed) == (at > total - changing)
-            assert not set(changed) & {*unlike(buffer, memory(written))}
+            assert not set(changed) & {*unlike(buffer, after)}
 
     def test_a_write_without_a_live_key_changes_nothing(self) -> None:
         buffer, untouched = holding(1105), holding(1105)
@@ -772,17 +744,10 @@ class TestDevice:
 
     def test_a_launch_that_cannot_be_made_is_not_made_again(self) -> None:
         buffer, untouched = (used("transitions", "proportional", 9) for _ in range(2))
-        rows, tried = given(buffer, 3), []
-
-        def fails(*_: Any, **__: Any) -> None:
-            tried.append(None)
-            raise MemoryError
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernel_class(), "run", fails)
-            with pytest.raises(MemoryError):
-                buffer.add(**rows)
-        assert len(tried) == 1
+        rows = given(buffer, 3)
+        with mock.patch.object(kernel_class(), "run", side_effect=MemoryError) as tried, pytest.raises(MemoryError):
+            buffer.add(**rows)
+        assert tried.call_count == 1
         assert not unlike(buffer, memory(untouched))
         for each in (buffer, untouched):
             each.add(**rows)
@@ -793,18 +758,10 @@ class TestDevice:
         places = Places().made(lambda: twin.load_state_dict(saved))
         with pytest.raises(MemoryError):
             Places(places.count - 5, MemoryError, broken=True).made(lambda: buffer.load_state_dict(saved))
-        keys = torch.zeros(1, dtype=torch.int64)
-        calls = (
-            lambda: buffer.add(n=keys),
-            lambda: buffer.sample(2),
-            lambda: buffer.update_priorities(keys, torch.ones(1)),
-            lambda: buffer[keys],
-            buffer.stats,
-            lambda: copy.deepcopy(buffer),
-        )
-        for call in calls:
-            with pytest.raises(RuntimeError, match=r"interrupted.* Call clear\(\), or load a state"):
-                call()
+        more = {"read": lambda each: each[[0]], "stats": lambda each: each.stats(), "copy": copy.deepcopy}
+        for call in (calls_of(twin) | more).values():
+            with pytest.raises(RuntimeError, match=REFUSES):
+                call(buffer)
         buffer.load_state_dict(saved)
         assert not unlike(buffer, memory(holding(700)))
 
@@ -832,21 +789,11 @@ class TestDevice:
         settings = {"sampler": Uniform(replacement=True), "capacity": 3 * ENVS, "stack": 1, "n_step": 1}
         buffer = make("same_step", final_capacity=2, **settings)
         ends = {"terminated": torch.zeros(ENVS, dtype=torch.bool), "truncated": torch.ones(ENVS, dtype=torch.bool)}
-        rows, run, calls = given(buffer) | ends, kernel_class().run, []
+        rows = given(buffer) | ends
         launches = Places().made(lambda: buffer.add(**rows)).launches
-
-        def fails_last(*given: Any, **named: Any) -> None:
-            calls.append(None)
-            if len(calls) == launches:
-                raise MemoryError
-            run(*given, **named)
-
         for _ in range(6):
             rows, before = given(buffer) | ends, memory(buffer)
-            calls.clear()
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(kernel_class(), "run", fails_last)
-                with pytest.raises(MemoryError):
-                    buffer.add(**rows)
+            with pytest.raises(MemoryError):
+                Places(error=MemoryError, before=launches - 1).made(lambda rows=rows: buffer.add(**rows))
             assert not unlike(buffer, before)
             buffer.add(**rows)

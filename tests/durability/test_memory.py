@@ -98,9 +98,7 @@ def test_memory_that_torch_keeps_of_a_dropped_buffer_is_free(monkeypatch: pytest
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("kind", ["transitions", *STEPS])
-def test_a_buffer_takes_what_its_refusal_says(
-    kind: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_buffer_takes_what_its_refusal_says(kind: str, name: str, device: str, monkeypatch: Any) -> None:
     takes = made(kind, sampler=SAMPLERS[name], device=device).nbytes
     monkeypatch.setattr(storage, "free_bytes", lambda device: 0)
     with pytest.raises(MemoryError, match="bytes on") as error:

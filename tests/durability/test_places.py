@@ -10,6 +10,7 @@ import pickle  # noqa: TID251 - what users pickle
 import random
 import resource
 import shlex
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from children import in_a_child, memory_of, waiting
+from children import ended, forked, in_a_child, memory_of
 from devices import INTERPRETED, host_only
 from fake_cuda import FakeCuda
 from places import check_equal, given, live, make, pinned_on_the_cpu
@@ -32,7 +33,6 @@ from gpu_replay.engines.memory import Placement, check_placement, pinned_block
 from gpu_replay.graphs.stream_order import StreamOrder
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def of_a_file(test: Any) -> Any:
@@ -129,9 +129,7 @@ def test_every_way_of_making_a_buffer_takes_the_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rows", "next_step"])
-def test_a_tilde_is_the_home_folder_wherever_a_path_is_taken(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tilde_is_the_home_folder(kind: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "here").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -143,8 +141,7 @@ def test_a_tilde_is_the_home_folder_wherever_a_path_is_taken(
     buffer.save(Path("~/saves/c"))
     assert type(buffer).load("~/saves/c", "cpu").added == buffer.added
     buffer.plot("~/buffer.png")
-    assert main(["inspect", "~/saves/c", "--output=~/inspected.png"]) == 0
-    assert main(["inspect", "~/saves/c"]) == 0
+    assert main(["inspect", "~/saves/c", "--output=~/inspected.png"]) == main(["inspect", "~/saves/c"]) == 0
     estimate = ["estimate", "--capacity=9", "--field=a=int8", "--device=cpu", "--storage-path=~/ring"]
     assert main(estimate) == 0
     assert f"on the disk at {tmp_path / 'ring'}" in capsys.readouterr().out
@@ -198,9 +195,7 @@ SIZES = {"obs": 30 * 10**9, "action": 10**9, "times_sampled": 4 * 10**8, "priori
         (Placement(CPU, path=Path("/d")), (0, 2, 32), None),
     ],
 )
-def test_the_place_that_is_short_is_named(
-    placement: Placement, free: tuple[int, int, int], short: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_place_that_is_short_is_named(placement: Placement, free: Any, short: str | None, monkeypatch: Any) -> None:
     places = {"cuda": free[0] * 10**9, "cpu": free[1] * 10**9}
     monkeypatch.setattr(storage, "free_bytes", lambda device: places[device.type])
     monkeypatch.setattr(storage, "free_on_disk", lambda path: free[2] * 10**9)
@@ -413,13 +408,13 @@ def test_a_folder_that_cannot_be_is_an_error_that_says_what_to_do(name: str, tmp
 @of_a_file
 @host_only
 def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    def used() -> Any:
+    def used() -> None:
         buffer = make("exact", storage_path=tmp_path)
         buffer.add(**given(buffer))
-        return buffer
-
-    with waiting(used):
         assert list(tmp_path.iterdir()) == []
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert ended(forked(used)) == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import soak
@@ -31,12 +32,7 @@ def dies(argument: int) -> int:
 
 
 @pytest.mark.parametrize("part", [fails, dies])
-def test_what_fails_is_named(
-    part: soak.Callable[[int], int],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+def test_what_fails_is_named(part: Any, monkeypatch: Any, capfd: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(soak, "CYCLE", [part.__name__])
     monkeypatch.setattr(soak, "PARTS", {part.__name__: part})
     assert soak.main(["--minutes", "0.01", "--record", str(tmp_path / "page.md")]) == 1

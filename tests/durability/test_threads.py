@@ -6,6 +6,8 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,32 +41,22 @@ def eager_switching() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-class Adder:
-    """Calls `add` in another thread until it is told to stop, and keeps the error that ended it."""
+@contextmanager
+def repeated(call: Callable[[], object]) -> Iterator[None]:
+    """Within it another thread makes a call again and again; raises what that raised."""
+    stop = threading.Event()
 
-    def __init__(self, add: Callable[[], object]) -> None:
-        self.add = add
-        self.error: Exception | None = None
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._run)
+    def again() -> None:
+        while not stop.is_set():
+            call()
 
-    def _run(self) -> None:
+    with ThreadPoolExecutor(1) as other:
+        running = other.submit(again)
         try:
-            while not self.stop.is_set():
-                self.add()
-        except Exception as error:
-            self.error = error
-
-    def __enter__(self) -> Adder:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop.set()
-        self.thread.join(60)
-        assert not self.thread.is_alive()
-        if self.error is not None:
-            raise self.error
+            yield
+        finally:
+            stop.set()
+            running.result(60)
 
 
 def rows(first: int, count: int, device: str) -> dict[str, torch.Tensor]:
@@ -83,7 +75,7 @@ def check_whole(batch: Any) -> None:
         assert torch.equal(values, batch.key[:, None].expand(-1, field.elements)), name
 
 
-def adding(buffer: ReplayBuffer, device: str) -> Adder:
+def adding(buffer: ReplayBuffer, device: str) -> AbstractContextManager[None]:
     """Adds 1 to 23 transitions at a time, whose numbers are their keys."""
     counts = itertools.cycle(range(1, 24))
 
@@ -91,7 +83,7 @@ def adding(buffer: ReplayBuffer, device: str) -> Adder:
         first, count = buffer.added, next(counts)
         assert buffer.add(**rows(first, count, device)).tolist() == list(range(first, first + count))
 
-    return Adder(add)
+    return repeated(add)
 
 
 def made(device: str, sampler: Any, capacity: int, stored: int = START) -> ReplayBuffer:
@@ -135,9 +127,7 @@ def users(buffer: ReplayBuffer, path: Path, batch_size: int = 24) -> dict[str, C
 
 # the larger ones have sums above the masses
 @pytest.mark.parametrize("capacity, sampler", [*((START, each) for each in SAMPLERS), (5003, Proportional())], ids=repr)
-def test_no_transition_is_torn_while_another_thread_adds(
-    capacity: int, sampler: Any, device: str, tmp_path: Path
-) -> None:
+def test_no_row_is_torn_while_another_thread_adds(capacity: int, sampler: Any, device: str, tmp_path: Path) -> None:
     buffer = made(device, sampler, capacity)
     use = users(buffer, tmp_path)
     with adding(buffer, device):
@@ -180,7 +170,7 @@ def test_no_stack_or_window_is_torn_while_another_thread_adds(device: str) -> No
     buffer = TrajectoryReplayBuffer(31 * ENVS, ENVS, fields, **settings)
     for _ in range(10):
         add_step(buffer, device)
-    with Adder(lambda: add_step(buffer, device)):
+    with repeated(lambda: add_step(buffer, device)):
         for _ in range(scale(400, 4)):
             batch = buffer.sample(8)
             check_stacks(batch)

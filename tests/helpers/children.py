@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,28 +35,6 @@ def forked(work: Callable[[], object]) -> int:
 def ended(child: int) -> int:
     """Wait for a child; its exit code, or the negative number of the signal that it died of."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-@contextmanager
-def waiting(work: Callable[[], Any]) -> Iterator[None]:
-    """A child that has done this, keeps what it returned, and is killed when the block ends."""
-    reading, writing = os.pipe()
-
-    def wait() -> None:
-        kept = work()
-        os.write(writing, b"x")
-        time.sleep(60)
-        del kept
-
-    child = forked(wait)
-    os.close(writing)
-    try:
-        assert os.read(reading, 1) == b"x"
-        yield
-    finally:
-        os.close(reading)
-        os.kill(child, signal.SIGKILL)
-        assert ended(child) == -signal.SIGKILL
 
 
 def in_a_child(work: Callable[[], Any]) -> Any:

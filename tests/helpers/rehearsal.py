@@ -12,7 +12,6 @@ import ctypes
 import functools
 import os
 import runpy
-import signal
 import sys
 import threading
 import time
@@ -253,28 +252,24 @@ class Generator(torch.Generator):
         return self._place
 
 
+def _done(*_: object) -> bool:
+    """Nothing is ever under way."""
+    return True
+
+
 class Stream:
     """Does at once what it is given."""
+
+    wait_stream = wait_event = synchronize = query = _done
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
         self.device, self.cuda_stream = GPU, 0
 
-    def wait_stream(self, other: Stream) -> None:
-        """Nothing is ever under way."""
-
-    def wait_event(self, event: Event) -> None:
-        """See wait_stream."""
-
-    def synchronize(self) -> None:
-        """See wait_stream."""
-
-    def query(self) -> bool:
-        """Whether all is done."""
-        return True
-
 
 class Event:
     """A moment."""
+
+    synchronize = wait = query = _done
 
     def __init__(self, enable_timing: bool = False, **more: object) -> None:
         self._time = 0.0
@@ -286,9 +281,6 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds."""
         return 1000 * (end._time - self._time)
-
-    synchronize = wait = Stream.synchronize
-    query = Stream.query
 
 
 class Driver:
@@ -461,24 +453,11 @@ def pretend() -> None:
         first_contact.FEATURES[name] = replace(feature, limit=240.0)
     first_contact.PROGRAM[1:1] = ["rehearsal"]
     first_contact.TINY.extend(word for name, value in TINY.items() for word in (f"--{name}", str(value)))
-    _plant_failures()
 
 
 # a training run that ends after some steps
 TINY = {"steps": 168, "num-envs": 8, "capacity": 400, "warmup": 80, "batch-size": 8, "updates": 1, "log-every": 40}
 TINY |= {"eval-episodes": 2, "eval-max-steps": 5}
-FAILURES: dict[str, Callable[[], object]] = {
-    "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
-    "hang": lambda: time.sleep(600),
-    "wrong": lambda: first_contact._same([{"key": torch.zeros(1)}], [{"key": torch.ones(1)}]),
-}
-
-
-def _plant_failures() -> None:
-    """Let features of the first contact fail as REHEARSED_FAILURES="streams=hang scan=wrong" says."""
-    for feature, how in (word.split("=") for word in os.environ.get("REHEARSED_FAILURES", "").split()):
-        kept = first_contact.FEATURES[feature]
-        first_contact.FEATURES[feature] = replace(kept, check=FAILURES[how], limit=5.0)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from bench_records import ENVIRONMENT, GPU, Capture, Patch, quicker, record
 
+from gpu_replay.bench import checkpoint, host_time, lower_bound, memory, peers_suite, plots, report, scale, storage
 from gpu_replay.bench import main as commands
-from gpu_replay.bench import peers_suite, report
 from gpu_replay.bench.main import Work
 from gpu_replay.bench.measure import Plan, Run, check, fill, measure
 from gpu_replay.bench.operations import Case, chosen, cycle_cases
 from gpu_replay.bench.records import CannotMeasure, Record, read, write
-from gpu_replay.bench.subjects import ROW_BYTES, Sampled, replay
+from gpu_replay.bench.storage import CHUNK, LAYOUTS
+from gpu_replay.bench.subjects import FRAME_BYTES, ROW_BYTES, Sampled, replay
 from gpu_replay.cli import main
 from gpu_replay.console.errors import UserError
-from gpu_replay.console.markdown import number
 from gpu_replay.console.progress import Progress
 
 CPU = torch.device("cpu")
 
 # records
-
-
-def test_numbers_have_three_digits_or_all_before_the_point() -> None:
-    found = [number(value) for value in (0.1234, 12.0, 999.4, 999.6, 1234.5, float("nan"))]
-    assert found == ["0.123", "12.0", "999", "1,000", "1,234", "–"]
 
 
 def test_a_record_survives_its_line_and_another_line_is_refused(tmp_path: Path) -> None:
@@ -144,63 +141,16 @@ def test_the_best_baseline_is_the_fastest_on_the_same_machine() -> None:
     assert report.best_baseline(record("sample/N=1M/B=256"), others) is None
 
 
-def test_a_table_states_its_conditions_and_machines_do_not_share_one() -> None:
-    newer = replace(ENVIRONMENT, versions={"torch": "2.14.0"}, commit="fedcba987654", date="2026-02-03T00:00:00+00:00")
-    other = record(environment=replace(ENVIRONMENT, cpu="Other CPU"), quick=True)
-    text = report.section("cpu", [record(), record("cycle/N=1M/B=32", environment=newer, copy_bandwidth=20e9), other])
-    # of what differs, all that there is: no record speaks for the others
-    for part in ("torch 2.13.0 and 2.14.0", "0123456789ab, fedcba987654", "2026-01-02 to 2026-02-03", "10.0 to 20.0"):
-        assert part in text
-    first, second = text.split("Other CPU")
-    assert ("Test CPU (2 cores, 1 thread)" in first, first.count("| case"), "QUICK RUN" in first) == (True, 2, False)
-    assert "QUICK RUN" in second
-    assert text.endswith("Reproduce: `gpu-replay bench cpu`.")
-
-
-def test_a_cold_call_too_small_for_a_share_tells_the_floor() -> None:
-    cold: dict[str, Any] = {
-        "suite": "kernels",
-        "environment": GPU,
-        "timing": "graph",
-        "flush": 4096,
-        "copy_bandwidth": 1e12,
-    }
-
-    def measured(batch: int, median: float, name: str = "gpu_replay", **more: Any) -> Record:
-        return record(f"frame-gather/N=1M/B={batch}", median, name, **{**cold, "bytes": batch * 10**5, **more})
-
-    # 6 microseconds, and 1 for every million bytes: a call of 12 million is at most two thirds of it
-    ours = [measured(32, 10.0), measured(33, 9.0, flush=0), measured(119, 18.0), measured(121, 18.5)]
-    others = [measured(batch, 6 + batch / 10, "index_select") for batch in (32, 121, 4096)]
-    assert report.cold_floor(others) == pytest.approx(6.0)
-    rows = report.kernels_table([*ours, *others]).splitlines()[2:]
-    shares = [row.split("|")[-2].strip() for row in rows]
-    assert shares == ["floor 6.0 µs", "25.0%", "floor 6.0 µs", "25.0%"]
-    # the short table has one batch, and the same floor
-    text = report.section("gpu-in-short", [measured(256, 9.0, bytes=10**6), *others])
-    assert text.count("floor 6.0 µs") == 1
-    # events around calls include other waits, and without two sizes of the gather nothing is known
-    alone = [each for each in others if each.batch == 32]
-    assert report.cold_floor([*alone, measured(256, 9.0, "index_select", timing="events")]) is None
-    assert "floor" not in report.kernels_table([*ours, *alone])
-
-
 DOCUMENT = "# T\n\n<!-- bench:cpu -->\nold\n<!-- /bench:cpu -->\n\ntext\n\n<!-- bench:gpu --><!-- /bench:gpu -->\nend\n"
 
 
-def test_marked_places_are_renewed_and_nothing_else() -> None:
-    once = report.updated(DOCUMENT, [record()])
-    assert "old" not in once
-    assert "| cycle/N=1M" in once
-    assert "Not measured yet: `gpu-replay bench gpu`." in once
-    assert report.updated(once, [record()]) == once
-    with pytest.raises(UserError, match="not closed"):
-        report.updated("<!-- bench:cpu -->\n", [record()])
-    with pytest.raises(UserError, match="no table is called 'cpus'"):
-        report.updated("<!-- bench:cpus --><!-- /bench:cpus -->", [record()])
-
-
 # the command
+
+
+def test_a_document_with_wrong_marks_is_refused() -> None:
+    for text, message in (("cpu -->\n", "not closed"), ("cpus --><!-- /bench:cpus -->", "no table is called 'cpus'")):
+        with pytest.raises(UserError, match=message):
+            report.updated(f"<!-- bench:{text}", [record()])
 
 
 def test_bench_cpu_measures_records_and_prints(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
@@ -223,9 +173,12 @@ def test_bench_cpu_measures_records_and_prints(tmp_path: Path, capsys: Capture, 
     for outcome in ("renewed", "already as recorded"):
         assert commands.main(["report", str(file), "--update", str(document)]) == 0
         assert f"{document}: {outcome}" in capsys.readouterr().out
-        assert "| cycle/N=10k" in document.read_text()
+        first, *_, last = document.read_text().split("\n\ntext\n\n")
+        assert ("| cycle/N=10k" in first, "\nold\n" in first) == (True, False)
+        assert "Not measured yet: `gpu-replay bench gpu`." in last
     assert commands.main(["report", str(file)]) == 0
-    assert "## cpu" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert ("## cpu" in printed, "QUICK RUN, not to be quoted" in printed) == (True, True)
 
 
 def test_bench_peers_measures_those_there_are(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
@@ -233,17 +186,11 @@ def test_bench_peers_measures_those_there_are(tmp_path: Path, capsys: Capture, m
     sizes = peers_suite.Sizes((1_000,), 300, batches=(32,), many=(), stepped=100, slots=300)
     monkeypatch.setattr(peers_suite, "QUICK", sizes)
     file = tmp_path / "peers.jsonl"
-    assert (
-        commands.main(["peers", "--quick", "--only", "B=32", "--peer", "python_sum_tree", "--output", str(file)]) == 0
-    )
-    both = ["gpu_replay", "python_sum_tree"]
-    found = read(file)
-    compared = {
-        "cycle": both,
-        "uniform-cycle": both[:1],
-        "frame-cycle": both,
-        "ratio-rank": ["Proportional", "RankBased"],
-    }
+    flags = ["--quick", "--only", "B=32", "--peer", "python_sum_tree", "--output", str(file)]
+    assert commands.main(["peers", *flags]) == 0
+    both, found = ["gpu_replay", "python_sum_tree"], read(file)
+    compared = {"cycle": both, "uniform-cycle": both[:1], "frame-cycle": both}
+    compared["ratio-rank"] = ["Proportional", "RankBased"]
     assert [(r.operation, r.implementation) for r in found] == [(of, name) for of in compared for name in compared[of]]
     assert "python_sum_tree" in capsys.readouterr().out
 
@@ -263,18 +210,14 @@ def test_each_record_is_written_as_soon_as_it_is_there(tmp_path: Path, monkeypat
     assert len(read(file)) == 2
 
 
-def test_a_run_that_cannot_be_made_says_why_and_a_mistake_of_ours_has_a_traceback(
-    monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_a_run_that_cannot_be_made_says_why_and_a_mistake_has_a_traceback(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for arguments, message in (("report none.jsonl", "none.jsonl"), ("gpu", "bench gpu needs a CUDA or ROCm device")):
         assert main(["bench", *arguments.split()]) == 1
         (error,) = capsys.readouterr().err.strip().splitlines()
         assert message in error
 
-    def mistaken(options: object) -> Work:
-        raise ValueError("a table of ours")
-
+    mistaken = mock.Mock(side_effect=ValueError("a table of ours"))
     monkeypatch.setitem(commands.SUITES, "cpu", (mistaken, "nothing"))
     with pytest.raises(ValueError, match="a table of ours"):
         main(["bench", "cpu"])
@@ -288,3 +231,116 @@ def test_bench_gpu_measures_and_records(tmp_path: Path) -> None:
     assert {r.operation for r in records} == {"add", "sample", "update", "cycle", "frames", "frame-add", "frame-cycle"}
     assert {r.timing for r in records} == {"events", "graph"}
     assert all(r.environment.device == torch.cuda.get_device_name() for r in records)
+
+
+# suites with work of their own: storage layouts, checkpoints, the cost of calls as they grow, beside plain C
+
+needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+
+def measured(tmp_path: Path, monkeypatch: Patch, suite: str, *options: str) -> list[Record]:
+    quicker(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert commands.main([suite, "--quick", "--output", f"{suite}.jsonl", *options]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == [f"{suite}.jsonl"]
+    return read(tmp_path / f"{suite}.jsonl")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_keeps_the_last_rows_whole(name: str) -> None:
+    layout = LAYOUTS[name](100)
+    blocks, singles = (next(layout.stream(count, 1)) for count in (64, 1))
+    # blocks that wrap land at both ends; both streams give the same rows
+    layout.add(blocks)
+    layout.add(singles[:70])
+    found = layout.sample(100)[1]
+    assert layout.wrong(found) == []
+    assert layout.wrong({**found, "reward": found["reward"].roll(1)})
+    everything = LAYOUTS[name](CHUNK)
+    everything.add(singles)
+    rows = everything.sample(CHUNK)[1]["obs"][:, 0]
+    # the first 70 of the stream, and the 30 that were the last before
+    assert len({*found["obs"][:, 0].tolist()} & {*rows.tolist()}) == 100
+
+
+def test_every_part_of_every_layout_is_recorded(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(storage, "QUICK", (500, 2))
+    records = measured(tmp_path, monkeypatch, "storage")
+    assert [each.implementation for each in records] == 3 * list(LAYOUTS)
+    calls = {each.operation: (each.batch, each.repetitions) for each in records}
+    assert calls == {"storage-one": (1, 3200), "storage-blocks": (64, 50), "storage-batches": (50, 16)}
+    # of all calls together
+    assert all(each.seconds * 1e6 >= each.quantiles["p10"] * each.repetitions * 0.99 for each in records)
+    assert "3,200 one at a time, s" in capsys.readouterr().out
+
+
+def test_a_round_of_checkpoints_is_recorded(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    monkeypatch.setattr(checkpoint, "QUICK_BYTES", 300 * FRAME_BYTES)
+    found = measured(tmp_path, monkeypatch, "checkpoint")
+    moved = {(each.operation, each.implementation): each.bytes for each in found}
+    for operation in ("checkpoint-save", "checkpoint-load"):
+        assert moved[operation, "plain file"] == moved[operation, "gpu_replay"] == 300 * FRAME_BYTES
+    # all frames are in one piece
+    assert 300 * FRAME_BYTES < moved["checkpoint-again", "gpu_replay"] < 301 * FRAME_BYTES + 10_000
+    assert "| plain sequential read " in capsys.readouterr().out
+
+
+def test_what_a_call_costs_the_host_does_not_count_waits(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    plain = host_time.torch_calls
+    waits = {"a wait": lambda: time.sleep(0.05)}
+    monkeypatch.setattr(host_time, "torch_calls", lambda device: {**plain(device), **waits})
+    found = {each.implementation: each for each in measured(tmp_path, monkeypatch, "host", "--device", "cpu")}
+    calls = ("add", "sample", "update_priorities", "add, trajectories", "sample, trajectories")
+    assert list(found) == [host_time.UNIT, "torch.empty", *waits, *calls]
+    assert all(each.median > 0 for each in found.values())
+    assert found["a wait"].median < 25_000
+    assert "| over add_(1) |" in capsys.readouterr().out
+
+
+@needs_cc
+def test_the_c_program_draws_by_priority_and_weighs() -> None:
+    slots, batch = 1000, 4096
+    bound = lower_bound.make(slots)
+    bound.add(next(bound.stream(slots + 24, 1)))
+    check(bound, "C")
+    random = np.random.default_rng(1)
+    priority = torch.from_numpy(random.uniform(0.5, 2.0, slots).astype(np.float32))
+    places = np.arange(slots)
+    bound.update(([places.ctypes.data], slots), priority)
+    counts = np.zeros(slots)
+    for _ in range(200):
+        (found, _), fields = bound.sample(batch)
+        drawn = np.ctypeslib.as_array((lower_bound.ctypes.c_int64 * batch).from_address(found[0]))
+        counts += np.bincount(drawn, minlength=slots)
+    mass = (priority.numpy() + lower_bound.EPS) ** lower_bound.ALPHA
+    expected = mass / mass.sum()
+    # a stratum wider than a row keeps every row within two draws of a batch
+    assert np.abs(counts / 200 - batch * expected).max() < 0.3
+    weight = (slots * expected[drawn]) ** -lower_bound.BETA
+    assert np.allclose(fields["weight"].numpy(), weight / weight.max(), rtol=1e-4)
+
+
+@needs_cc
+def test_scale_compares_times_and_bytes_and_plots_them(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(scale, "PEER", "python_sum_tree")
+    monkeypatch.setattr(commands, "available", lambda names, device: ["stable_baselines3", "python_sum_tree"])
+    # in a process of its own elsewhere
+    monkeypatch.setattr(memory, "measured", lambda make, capacity, width: capacity * (8 * width + 20))
+    found = measured(tmp_path, monkeypatch, "scale")
+    timed = {each.implementation for each in found if each.unit == "us"}
+    assert timed == {"gpu_replay", "python_sum_tree", lower_bound.NAME}
+    # rows by the size of their fields, also of a library without a tree
+    held = [(each.implementation, each.bytes) for each in found if each.unit == "bytes"]
+    assert held == [(name, size) for size in (45, 2061) for name in ("gpu_replay", "stable_baselines3")]
+    assert "gpu_replay / C" in capsys.readouterr().out
+    files = plots.draw(found, tmp_path / "scale")
+    assert [path.name for path in files] == ["add.png", "sample.png", "update.png", "bytes.png"]
+
+
+def test_bytes_are_counted_of_rows_of_any_width() -> None:
+    for make in (memory.ours, partial(memory.of_peer, "python_sum_tree")):
+        subject = make(200, 7)
+        subject.add(next(subject.stream(memory.ADDED, 1)))
+        assert subject.sample(8)[1]["next_obs"].shape == (8, 7)
+        assert subject.wrong(subject.sample(256)[1]) == []

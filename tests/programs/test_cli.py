@@ -14,6 +14,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -38,6 +39,10 @@ SAID = {
     "--version": (0, [f"gpu_replay {__version__}\n"]),
     "train catch": (2, ["not installed", "pip install", "[training]"]),
 }
+# adapters that need a library, and which
+NEEDED = {"fasttd3": "tensordict", "gymnasium": "gymnasium", "minari": "minari", "skrl": "skrl"}
+NEEDED |= {"sb3": "stable_baselines3", "torchrl": "tensordict"}
+NEED_NOTHING = {"__init__", "flashsac", "streams"}
 # what an import of the package leaves to those who use it; torch brings some of it along where it is installed
 HEAVY = "triton numba gymnasium ale_py matplotlib tqdm safetensors tensorboard hypothesis pandas scipy"
 
@@ -45,11 +50,11 @@ HEAVY = "triton numba gymnasium ale_py matplotlib tqdm safetensors tensorboard h
 def test_the_package_loads_nothing_heavy_and_without_extras_commands_work_or_say_what_brings_them() -> None:
     """In one process that has none of the optional packages."""
     program = f"""
-import contextlib, io, json, sys, torch
+import contextlib, importlib, io, json, sys, torch
 before = {{*sys.modules}}
 import gpu_replay
 print(json.dumps([*{{*sys.modules}} - before]))
-for name in ("gymnasium", "ale_py", "tqdm", "matplotlib", "tensorboard", "safetensors"):
+for name in ("ale_py", "tqdm", "matplotlib", "tensorboard", "safetensors", *{[*NEEDED.values()]}):
     sys.modules[name] = None
 from gpu_replay.cli import main
 for command in {list(SAID)}:
@@ -60,9 +65,16 @@ for command in {list(SAID)}:
         except SystemExit as stop:
             code = stop.code
     print(json.dumps((code, out.getvalue(), err.getvalue())))
+said = {{}}
+for name in {[*NEEDED, "flashsac"]}:
+    try:
+        importlib.import_module(f"gpu_replay.integrations.{{name}}")
+    except ImportError as error:
+        said[name] = str(error), error.name
+print(json.dumps(said))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded, *lines = done.stdout.splitlines()
+    loaded, *lines, adapters = done.stdout.splitlines()
     assert "gpu_replay" in json.loads(loaded)
     assert {*HEAVY.split()} & {*json.loads(loaded)} == set()
     for (command, (wanted, parts)), line in zip(SAID.items(), lines, strict=True):
@@ -70,6 +82,12 @@ for command in {list(SAID)}:
         assert code == wanted, command
         assert [part for part in parts if part not in (err if code else out)] == []
         assert (out == "" and len(err.splitlines()) == 1) if code else err == "", command
+    said = json.loads(adapters)
+    assert said.keys() == NEEDED.keys()
+    assert {path.stem for path in (ROOT / "gpu_replay" / "integrations").glob("*.py")} == {*NEEDED} | NEED_NOTHING
+    for name, (message, missing) in said.items():
+        assert missing.partition(".")[0] in (NEEDED[name], "gymnasium")
+        assert re.search(rf"\.{name} cannot be imported: .*{missing}.*\. Run: pip install .*\[integrations\]", message)
 
 
 # what is refused with one line on standard error: a command, and parts of the line after =>
@@ -181,9 +199,7 @@ def test_bad_input_is_one_line_and_exit_2_and_leaves_nothing(
     assert {path: path.stat().st_mtime_ns for folder in (catch_run, tmp_path) for path in folder.rglob("*")} == files
 
 
-def test_print_settings_lists_the_flags_of_a_run_and_writes_nothing(
-    catch_run: Path, capsys: Capture, monkeypatch: Patch, tmp_path: Path
-) -> None:
+def test_print_settings_lists_all_flags(catch_run: Path, capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for command, steps in (
         ("train catch --print-settings --steps 70", 70),
@@ -209,9 +225,7 @@ def test_a_reader_that_ends_early_ends_the_command_without_a_message() -> None:
 
 
 def test_a_pipe_of_its_own_that_breaks_is_an_error(capsys: Capture, monkeypatch: Patch) -> None:
-    def broken(options: object) -> int:
-        raise BrokenPipeError("the encoder has ended")
-
+    broken = mock.Mock(side_effect=BrokenPipeError("the encoder has ended"))
     monkeypatch.setattr("gpu_replay.console.info.run", broken)
     assert main(["info"]) == 1
     assert capsys.readouterr().err == "gpu-replay info: the encoder has ended\n"
@@ -237,8 +251,7 @@ def test_a_run_is_written_over_another_when_asked(catch_run: Path, tmp_path: Pat
     for path in others:
         path.write_text("mine")
     (events,) = folder.glob("tensorboard/events*")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shutil, "rmtree", interrupted)
+    with mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt):
         assert main([*SHORT, "--overwrite", "--output", str(folder)]) == 130
     # it is still known as a run
     assert main([*SHORT, "--overwrite", "--output", str(folder)]) == 0
@@ -249,10 +262,6 @@ def test_a_run_is_written_over_another_when_asked(catch_run: Path, tmp_path: Pat
 
 
 SHORT = ["train", "catch", "--device", "cpu", "--steps", "64", "--eval-episodes", "4"]
-
-
-def interrupted(*_: Any, **__: Any) -> None:
-    raise KeyboardInterrupt
 
 
 # files under the names of a run's
@@ -286,9 +295,7 @@ def test_what_no_run_wrote_is_never_removed(name: str, flags: list[str], capsys:
         *("study cliffwalk --states-max 2 --seeds 1 --jobs 1 --output=~/file/below", "bench plot ~/file"),
     ],
 )
-def test_a_tilde_in_a_command_is_the_home_folder(
-    command: str, capsys: Capture, monkeypatch: Patch, tmp_path: Path
-) -> None:
+def test_a_tilde_is_the_home_folder(command: str, capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> None:
     for package in ("gymnasium", "tqdm", "matplotlib", "safetensors", "pandas", "scipy"):
         pytest.importorskip(package)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -299,12 +306,9 @@ def test_a_tilde_in_a_command_is_the_home_folder(
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what a process has loaded is read from /proc")
-def test_ctrl_c_while_torch_loads_is_one_line() -> None:
+def test_ctrl_c_while_torch_loads_is_one_line(heard: None) -> None:
     command = [sys.executable, "-m", "gpu_replay", "train", "catch"]
-    # a shell lets what it runs in the background ignore Ctrl-C, and children inherit that
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    signal.signal(signal.SIGINT, before)
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         assert process.poll() is None
         time.sleep(0.01)
@@ -371,17 +375,17 @@ def test_estimate_counts_frames_stacks_and_what_the_trainer_takes(arguments: str
     if "--stack 4 --frame-size" in arguments:
         fields = {**FRAMES, "action": Field((), torch.int64)}
         frames = TrajectoryReplayBuffer(20_000, 1, fields, autoreset="next_step", **CPU)
-        # the smaller form comes first; counters do not grow with the capacity
+        # counters do not grow with the capacity
         first = re.search(r"^each frame stored once, TrajectoryReplayBuffer: ([\d,]+) bytes", out, re.MULTILINE)
         assert int(first[1].replace(",", "")) == pytest.approx(frames.nbytes, rel=1e-3)  # type: ignore[index]
-        assert out.index("stored once") < out.index("stacks stored in obs and next_obs") < out.index("  obs ")
         assert f"the buffer alone takes {found['total']:,} bytes" in out
         assert out.startswith("20,000 transitions, pong, obs 84x84:uint8, stacks of 4, sampler proportional, on cpu\n")
-        text = r"`gpu-replay train pong --capacity 20000 --frame-size 84 --frame-stack 4` would take ([\d,]+) bytes: "
-        text += r"([\d,]+) for its buffer"
+        text = (
+            r"pong --capacity 20000 --frame-size 84 --frame-stack 4` would take ([\d,]+) bytes: ([\d,]+) for its buffer"
+        )
         whole, buffer = (int(text.replace(",", "")) for text in re.search(text, out).groups())  # type: ignore[union-attr]
-        assert main(["estimate", "--device", "cpu", "--capacity", "20_000", "--env", "pong", "--stack", "4"]) == 0
-        assert "with its own frames of 42x42 (--frame-size 84 for those above): " in capsys.readouterr().out
+        _, out = sizes(capsys, "20_000 --env pong --stack 4")
+        assert "with its own frames of 42x42 (--frame-size 84 for those above): " in out
         # and networks
         assert 141_120_000 < buffer < 150_000_000
         assert 1_000_000 < whole - buffer < 100_000_000
@@ -411,12 +415,10 @@ def test_estimate_for_a_gpu_that_is_not_here(more: str, capsys: Capture, monkeyp
 # the rest
 
 
-def test_advice_is_for_the_clone_that_runs_or_for_a_wheel(tmp_path: Path) -> None:
+def test_advice_is_for_the_clone_that_runs_or_for_a_wheel(tmp_path: Path, monkeypatch: Patch) -> None:
     assert install("training") == 'pip install -e ".[training]" in the clone'
-    program = "from gpu_replay.ops.advice import install; print(install('training,ray'))"
-    shutil.copytree(ROOT / "gpu_replay", tmp_path / "gpu_replay", ignore=shutil.ignore_patterns("__pycache__"))
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == 'pip install "gpu-replay[training,ray]"\n'
+    monkeypatch.setattr("gpu_replay.ops.advice.__file__", str(tmp_path / "gpu_replay" / "ops" / "advice.py"))
+    assert install("training,ray") == 'pip install "gpu-replay[training,ray]"'
 
 
 def test_info_names_versions_devices_and_code(capsys: Capture) -> None:

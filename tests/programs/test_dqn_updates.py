@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,10 +35,10 @@ class Plain:
     def __init__(
         self,
         online: nn.Module,
-        values: Callable[[Any, Tensor], Tensor] = lambda network, obs: network(obs),
+        values: Any = nn.Module.__call__,
         *,
         double: bool,
-        clip: float = float("inf"),
+        clip: float = math.inf,
         **adam: float,
     ) -> None:
         self.online, self.target = copy.deepcopy(online), copy.deepcopy(online)

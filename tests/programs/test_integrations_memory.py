@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,11 +77,10 @@ def of_fasttd3(folder: Path) -> list[Any]:
 
 
 def of_skrl(folder: Path) -> list[Any]:
-    from test_integrations_skrl import made, steps_of
+    from test_integrations_skrl import made, steps_of, store
 
     memory = made(25, 2)
-    for step in steps_of(20, 2, True):
-        memory.add_samples(**step)
+    store(steps_of(20, 2, True), memory)
     memory.sample(["observations"], batch_size=4)
     first = memory.buffer
     memory.save(str(folder / "memory"))
@@ -101,9 +99,7 @@ def of_minari(folder: Path) -> list[Any]:
 @pytest.mark.parametrize("use", [of_gymnasium, of_torchrl, of_sb3, of_goals, of_fasttd3, of_skrl, of_minari])
 @pytest.mark.usefixtures("collector_off")
 @pytest.mark.filterwarnings("ignore::UserWarning:minari")
-def test_what_is_dropped_is_freed_at_once(
-    use: Callable[[Path], list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_dropped_is_freed_at_once(use: Any, tmp_path: Path, monkeypatch: Any) -> None:
     # a library may keep something at its first use
     for name in ("first", "second"):
         monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / name / "datasets"))

@@ -47,13 +47,7 @@ def small(kind: Any, env: str, replay: dict[str, Any], **more: Any) -> Any:
     return kind("MlpPolicy", env, replay_buffer_kwargs=replay, policy_kwargs={"net_arch": [8]}, **SMALL | more)
 
 
-def play(
-    buffers: list[Any],
-    steps: int,
-    space: spaces.Space[Any] = BOX,
-    gymnasium_infos: bool = False,
-    endings: float = 0.2,
-) -> None:
+def play(buffers: list[Any], steps: int, space: Any = BOX, gymnasium_infos: bool = False, endings: float = 0.2) -> None:
     """Store the same random steps, whose rows have numbers of their own, in several buffers.
 
     gymnasium_infos: one dictionary of all environments instead of one of each.
@@ -85,6 +79,10 @@ def rest(envs: int, **other: Any) -> dict[str, Any]:
 def test_n_step_returns_are_those_of_its_own_buffer() -> None:
     arguments: Any = (60, BOX, spaces.Discrete(2), "cpu", ENVS)
     ours, theirs = (kind(*arguments, n_steps=3, gamma=0.9) for kind in (SB3ReplayBuffer, NStepReplayBuffer))
+    assert (ours.n_steps, ours.gamma) == (theirs.n_steps, theirs.gamma) == (3, 0.9)
+    for name in ("n_steps", "gamma"):
+        with pytest.raises(AttributeError):
+            setattr(ours, name, 2)
     play([ours, theirs], 17)
     assert isinstance(ours.storage, TrajectoryReplayBuffer)
     assert (len(ours.storage), ours.size()) == (51, 17)
@@ -136,16 +134,6 @@ def test_single_steps_are_those_of_its_own_buffer(theirs: Any, space: Any, actio
     assert found.discounts is None
 
 
-@pytest.mark.parametrize("n_steps", [1, 3])
-def test_n_steps_and_gamma_are_those_of_its_own_buffer_and_fixed(n_steps: int) -> None:
-    arguments: Any = (60, BOX, spaces.Discrete(2), "cpu", ENVS)
-    ours, theirs = (kind(*arguments, n_steps=n_steps, gamma=0.9) for kind in (SB3ReplayBuffer, NStepReplayBuffer))
-    assert (ours.n_steps, ours.gamma) == (theirs.n_steps, theirs.gamma) == (n_steps, 0.9)
-    for name in ("n_steps", "gamma"):
-        with pytest.raises(AttributeError):
-            setattr(ours, name, 2)
-
-
 PICTURE, THREE, FOUR = spaces.Box(0, 255, (3, 40, 36), np.uint8), spaces.Box(-1, 1, (3,)), spaces.Box(-1, 1, (2, 2))
 WRONG: dict[str, tuple[spaces.Space[Any], int, tuple[int, ...]]] = {
     "HWC for CHW": (PICTURE, 1, (1, 40, 36, 3)),
@@ -160,9 +148,7 @@ WRONG: dict[str, tuple[spaces.Space[Any], int, tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", ["obs", "next_obs"])
 @pytest.mark.parametrize("part", [None, "part"])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_observations_of_another_shape_are_refused_as_by_its_own_buffer(
-    wrong: str, part: str | None, name: str
-) -> None:
+def test_observations_of_another_shape_are_refused_as_there(wrong: str, part: str | None, name: str) -> None:
     space, envs, shape = WRONG[wrong]
     right = np.zeros((envs, *(space.shape or ())), space.dtype)
     given: dict[str, Any] = {"obs": right, "next_obs": right} | {name: np.zeros(shape, space.dtype)}
@@ -261,8 +247,7 @@ def test_a_reset_between_two_calls_of_learn_ends_what_was_open() -> None:
     buffer = SB3ReplayBuffer(60, BOX, spaces.Discrete(2), "cpu", 1, n_steps=3, gamma=0.99)
     rows = np.arange(24, dtype=np.float64).reshape(12, 1, 2)
     for step in (*range(5), *range(6, 11)):
-        buffer.add(rows[step], rows[step + 1], np.zeros(1, int), np.ones(1), np.zeros(1, bool), [{}])
-    assert isinstance(buffer.storage, TrajectoryReplayBuffer)
+        buffer.add(rows[step], rows[step + 1], **rest(1))
     # windows of three steps and the observation after them: two in each part
     assert sorted(set(buffer.storage.sample(200).key.tolist())) == [0, 1, 5, 6]
 
@@ -381,7 +366,7 @@ def test_sums_of_rewards_are_normalized_as_those_of_its_own_buffer() -> None:
     row = np.ones((1, 2))
     for buffer in (ours, theirs):
         for _ in range(6):
-            buffer.add(row, row, np.zeros(1, int), np.ones(1), np.zeros(1, bool), [{}])
+            buffer.add(row, row, **rest(1))
     wanted = theirs._get_samples(np.zeros(1, int), env).rewards
     # a single step is within the bound, the sum of three is not
     assert wanted.item() > 3
@@ -390,17 +375,17 @@ def test_sums_of_rewards_are_normalized_as_those_of_its_own_buffer() -> None:
 
 def test_what_cannot_be_says_what_to_do() -> None:
     """Settings that contradict the algorithm or that a buffer lacks, and infos of Gymnasium where they must be read."""
-    with pytest.raises(ValueError, match="gamma=0.9.*gamma=0.99.*to the algorithm alone"):
-        small(PrioritizedTD3, "Pendulum-v1", {"gamma": 0.99}, gamma=0.9)
     # said twice is no contradiction
     assert small(PrioritizedTD3, "Pendulum-v1", {"n_steps": 3}, n_steps=3).replay_buffer is not None
-    ours: dict[str, Any] = {"replay_buffer_class": SB3ReplayBuffer}
-    with pytest.raises(ValueError, match=r"n_steps=3.*gamma of the algorithm"):
-        small(sb3.SAC, "Pendulum-v1", {"n_steps": 3}, **ours)
-    with pytest.raises(ValueError, match="optimize_memory_usage=False"):
-        small(sb3.DQN, "CartPole-v1", {}, optimize_memory_usage=True, **ours)
-    with pytest.raises(TypeError, match="replay_buffer_class=SB3ReplayBuffer.*DictReplayBuffer"):
-        small(PrioritizedDQN, "CartPole-v1", {}, replay_buffer_class=DictReplayBuffer)
+    ours, other = {"replay_buffer_class": SB3ReplayBuffer}, {"replay_buffer_class": DictReplayBuffer}
+    for kind, replay, more, error, message in (
+        (PrioritizedTD3, {"gamma": 0.99}, {"gamma": 0.9}, ValueError, "gamma=0.9.*gamma=0.99.*to the algorithm alone"),
+        (sb3.SAC, {"n_steps": 3}, ours, ValueError, r"n_steps=3.*gamma of the algorithm"),
+        (sb3.DQN, {}, ours | {"optimize_memory_usage": True}, ValueError, "optimize_memory_usage=False"),
+        (PrioritizedDQN, {}, other, TypeError, "replay_buffer_class=SB3ReplayBuffer.*DictReplayBuffer"),
+    ):
+        with pytest.raises(error, match=message):
+            small(kind, "CartPole-v1" if "DQN" in kind.__name__ else "Pendulum-v1", replay, **more)
     buffer, row = SB3ReplayBuffer(60, BOX, spaces.Box(-1, 1, (3,)), "cpu", 2), np.zeros((2, 2))
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"infos": {"episode": {}}}, TypeError, r"list of infos.*handle_timeout_termination=False"),
@@ -492,9 +477,7 @@ def test_goals_are_rewritten_by_the_rule_of_its_own_buffer(kind: Any, count: int
 
 
 @pytest.mark.parametrize("strategy", ["future", "final", "episode"])
-def test_hindsight_is_learned_with_from_normalized_environments_and_goes_on_from_a_file(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_hindsight_is_learned_with_and_goes_on_from_a_file(strategy: str, tmp_path: Path) -> None:
     games = {"n_bits": 4, "continuous": True, "max_steps": 4}
     env = VecNormalize(make_vec_env(BitFlippingEnv, 2, env_kwargs=games), norm_obs=False)
     kwargs = {"n_sampled_goal": 4, "goal_selection_strategy": strategy}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 gymnasium = pytest.importorskip("gymnasium")
 pytest.importorskip("skrl", reason="needs skrl, in the extra `integrations`")
@@ -15,8 +15,8 @@ pytest.importorskip("skrl", reason="needs skrl, in the extra `integrations`")
 from skrl.agents.torch.sac import SAC  # noqa: E402
 from skrl.envs.wrappers.torch import wrap_env  # noqa: E402
 from skrl.memories.torch import RandomMemory  # noqa: E402
-from skrl.models.torch import DeterministicMixin, GaussianMixin, Model  # noqa: E402
 from skrl.trainers.torch import SequentialTrainer  # noqa: E402
+from skrl.utils.model_instantiators.torch import deterministic_model, gaussian_model  # noqa: E402
 
 from gpu_replay import CheckpointError, Proportional  # noqa: E402
 from gpu_replay.integrations.skrl import ReplayMemory  # noqa: E402
@@ -48,6 +48,12 @@ def made(steps: int, envs: int, kind: Any = ReplayMemory, **more: Any) -> Any:
     for name, size in SIZES.items():
         assert memory.create_tensor(name, size=size, dtype=torch.bool if name == "terminated" else torch.float32)
     return memory
+
+
+def store(steps: list[dict[str, Tensor]], *memories: Any) -> None:
+    for step in steps:
+        for memory in memories:
+            memory.add_samples(**step)
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["as SAC passes them", "with truncated"])
@@ -85,8 +91,7 @@ def test_without_replacement_a_batch_has_no_row_twice_as_there(length: int) -> N
     ours = made(6, 2, replacement=False, sequence_length=length)
     theirs = made(6, 2, RandomMemory, replacement=False)
     for count, step in enumerate(steps_of(10, 2, True), 1):
-        ours.add_samples(**step)
-        theirs.add_samples(**step)
+        store([step], ours, theirs)
         if count < length + 2:
             continue
         for asked in (2, 100):
@@ -103,8 +108,7 @@ def test_without_replacement_a_batch_has_no_row_twice_as_there(length: int) -> N
 
 def test_mini_batches_share_the_rows() -> None:
     ours = made(32, 4)
-    for step in steps_of(20, 4, True):
-        ours.add_samples(**step)
+    store(steps_of(20, 4, True), ours)
     parts = ours.sample(["observations", "states"], batch_size=10, mini_batches=3)
     assert [[len(column) for column in part] for part in parts] == [[4, 4], [3, 3], [3, 3]]
 
@@ -112,8 +116,7 @@ def test_mini_batches_share_the_rows() -> None:
 def test_windows_are_consecutive_steps_of_an_environment() -> None:
     ours = made(32, 4, sequence_length=5)
     steps = steps_of(60, 4, False)
-    for step in steps:
-        ours.add_samples(**step)
+    store(steps, ours)
     (found,) = ours.sample(["observations", "terminated"], batch_size=50, sequence_length=5)
     assert [column.shape for column in found] == [(250, 3), (250, 1)]
     for row, key in enumerate(ours.get_sampling_indexes().tolist()):
@@ -129,13 +132,11 @@ def test_windows_are_consecutive_steps_of_an_environment() -> None:
 
 def test_the_first_steps_are_sampled_at_once() -> None:
     ours, theirs = made(32, 4), made(32, 4, RandomMemory)
-    with pytest.raises(RuntimeError, match="holds 0 steps. Add more"):
-        ours.sample(NAMES, batch_size=8)
-    with pytest.raises(RuntimeError, match="holds 0 steps. Add more"):
-        ours.save("anywhere")
+    for call in (lambda: ours.sample(NAMES, batch_size=8), lambda: ours.save("anywhere")):
+        with pytest.raises(RuntimeError, match="holds 0 steps. Add more"):
+            call()
     for step in steps_of(5, 4, True):
-        ours.add_samples(**step)
-        theirs.add_samples(**step)
+        store([step], ours, theirs)
         (found,) = ours.sample(NAMES, batch_size=8)
         (held,) = theirs.sample_by_index(NAMES, indexes=list(range(len(theirs))))
         for name, one, other in zip(NAMES, found, held, strict=True):
@@ -147,8 +148,7 @@ def test_a_saved_memory_continues_with_new_episodes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs a folder"):
         first.save()
     steps = steps_of(20, 4, False)
-    for step in steps[:12]:
-        first.add_samples(**step)
+    store(steps[:12], first)
     first.save(str(tmp_path / "memory"), format="pt")
     second.load(str(tmp_path / "memory"))
     # the newest step is not saved
@@ -156,8 +156,7 @@ def test_a_saved_memory_continues_with_new_episodes(tmp_path: Path) -> None:
     (found,) = second.sample(["observations", "actions"], batch_size=100)
     t, e = second.get_sampling_indexes() // 4, second.get_sampling_indexes() % 4
     assert torch.equal(found[1], torch.stack([steps[int(a)]["actions"][int(b)] for a, b in zip(t, e, strict=True)]))
-    for step in steps[12:]:
-        second.add_samples(**step)
+    store(steps[12:], second)
     with pytest.raises(CheckpointError, match="has the capacity 128; this buffer has 64"):
         made(16, 4).load(str(tmp_path / "memory"))
     second.reset()
@@ -186,8 +185,7 @@ def test_what_it_cannot_do_says_so() -> None:
 
 def test_priorities_are_given_by_the_keys_of_the_last_sample_and_observations_may_be_short() -> None:
     ours, steps = made(32, 4, sampler=Proportional(eps=0.0), dtype=torch.bfloat16), steps_of(20, 4, False)
-    for step in steps:
-        ours.add_samples(**step)
+    store(steps, ours)
     ours.sample(NAMES, batch_size=256)
     key = ours.get_sampling_indexes()
     ours.buffer.update_priorities(key, torch.where(key == 21, 1e6, 1e-6))
@@ -198,28 +196,6 @@ def test_priorities_are_given_by_the_keys_of_the_last_sample_and_observations_ma
     assert torch.equal(found[1][drawn][0], steps[5]["actions"][1])
 
 
-class Actor(GaussianMixin, Model):  # type: ignore[misc]
-    def __init__(self, observations: Any, actions: Any) -> None:
-        Model.__init__(self, observation_space=observations, state_space=None, action_space=actions, device="cpu")
-        GaussianMixin.__init__(self)
-        self.net = nn.Sequential(nn.Linear(self.num_observations, 32), nn.ReLU(), nn.Linear(32, self.num_actions))
-        self.log_std = nn.Parameter(torch.zeros(self.num_actions))
-
-    def compute(self, inputs: Any, role: str) -> Any:
-        return 2 * torch.tanh(self.net(inputs["observations"])), {"log_std": self.log_std}
-
-
-class Critic(DeterministicMixin, Model):  # type: ignore[misc]
-    def __init__(self, observations: Any, actions: Any) -> None:
-        Model.__init__(self, observation_space=observations, state_space=None, action_space=actions, device="cpu")
-        DeterministicMixin.__init__(self)
-        size = self.num_observations + self.num_actions
-        self.net = nn.Sequential(nn.Linear(size, 32), nn.ReLU(), nn.Linear(32, 1))
-
-    def compute(self, inputs: Any, role: str) -> Any:
-        return self.net(torch.cat([inputs["observations"], inputs["taken_actions"]], 1)), {}
-
-
 @pytest.mark.parametrize("envs", [1, 4])
 def test_its_trainer_learns_from_its_first_step_on(envs: int) -> None:
     """SAC on Pendulum, cut after 20 steps; a single environment is reset by the trainer."""
@@ -228,18 +204,19 @@ def test_its_trainer_learns_from_its_first_step_on(envs: int) -> None:
     plain = gymnasium.make("Pendulum-v1", max_episode_steps=20)
     many = gymnasium.make_vec("Pendulum-v1", 4, "sync", vector_kwargs=same, max_episode_steps=20)
     env = wrap_env(plain if envs == 1 else many, verbose=False)
-    observations, actions = env.observation_space, env.action_space
-    critics = {f"{role}_{i}": Critic(observations, actions) for i in (1, 2) for role in ("critic", "target_critic")}
+    given: Any = {"observation_space": env.observation_space, "action_space": env.action_space, "device": "cpu"}
+    layers = {"name": "net", "layers": [32], "activations": "relu"}
+    network = [layers | {"input": "OBSERVATIONS"}]
+    models = {"policy": gaussian_model(**given, network=network, output="2 * tanh(ACTIONS)")}
+    network = [layers | {"input": "concatenate([OBSERVATIONS, ACTIONS])"}]
+    for name in ("critic_1", "critic_2", "target_critic_1", "target_critic_2"):
+        models[name] = deterministic_model(**given, network=network, output="ONE")
+    for model in models.values():
+        model.init_state_dict()
     memory = ReplayMemory(memory_size=300, num_envs=envs, device="cpu")
     quiet = {"experiment": {"write_interval": 0, "checkpoint_interval": 0}}
-    agent = SAC(
-        models={"policy": Actor(observations, actions), **critics},
-        memory=memory,
-        observation_space=observations,
-        action_space=actions,
-        device="cpu",
-        cfg={"batch_size": 32, "learning_starts": 0, **quiet},
-    )
+    cfg = {"batch_size": 32, "learning_starts": 0, **quiet}
+    agent = SAC(models=models, memory=memory, cfg=cfg, **given)
     before = [each.clone() for each in agent.policy.parameters()]
     quiet = {"disable_progressbar": True, "close_environment_at_exit": False, "headless": True}
     SequentialTrainer(cfg={"timesteps": 60, **quiet}, env=env, agents=agent).train()

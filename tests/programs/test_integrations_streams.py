@@ -5,6 +5,7 @@ Their programs are no packages, so that their classes cannot be installed beside
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,14 @@ class Stream:
         names |= {"truncated": self.truncated, "next_observation": self.next_obs}
         return {name: value[step].numpy() for name, value in names.items()}
 
-    def window(self, step: int, env: int, n: int) -> tuple[float, int, int]:
-        """The sum of rewards of the window from a step, its steps, and the step that it ends with."""
-        for m in range(1, n + 1):
-            if self.done[step + m - 1, env] or m == n:
-                break
-        total = sum(GAMMA**k * float(self.reward[step + k, env]) for k in range(m))
-        return total, m, step + m - 1
+    def windows(self, t: Tensor, e: Tensor, n: int) -> tuple[Tensor, ...]:
+        """Of windows from these steps: the sums of their rewards, how many steps they have, and their last ones."""
+        found = []
+        for step, env in zip(t.tolist(), e.tolist(), strict=True):
+            ends = self.done[step : step + n, env].nonzero()
+            m = int(ends[0]) + 1 if len(ends) else n
+            found.append((sum(GAMMA**k * float(self.reward[step + k, env]) for k in range(m)), m, step + m - 1))
+        return tuple(torch.tensor(column) for column in zip(*found, strict=True))
 
 
 def fasttd3_filled(
@@ -94,8 +96,7 @@ def test_samples_are_those_of_fasttd3(layout: str, n: int, steps: int) -> None:
     after, (t, e) = data["next"], (data["key"] // ENVS, data["key"] % ENVS)
     torch.testing.assert_close(data["observations"], stream.obs[t, e, :ACTOR])
     torch.testing.assert_close(data["actions"], stream.action[t, e])
-    found = [stream.window(step, env, n) for step, env in zip(t.tolist(), e.tolist(), strict=True)]
-    reward, count, end = (torch.tensor(column) for column in zip(*found, strict=True))
+    reward, count, end = stream.windows(t, e, n)
     torch.testing.assert_close(after["rewards"], reward)
     over = stream.terminated[end, e]
     assert after["dones"].tolist() == stream.done[end, e].long().tolist()
@@ -109,33 +110,10 @@ def test_samples_are_those_of_fasttd3(layout: str, n: int, steps: int) -> None:
         torch.testing.assert_close(data["critic_observations"], stream.obs[t, e])
         torch.testing.assert_close(after["critic_observations"], stream.next_obs[end, e])
     # every complete window of what is stored, and no other
-    complete = range(max(0, steps - 64), steps)
-    last = {
-        env: [step for step in complete if step + n < steps or window_ends(stream, step, env, n)] for env in range(4)
-    }
-    assert set(zip(t.tolist(), e.tolist(), strict=True)) <= {(step, env) for env in last for step in last[env]}
-    assert len(data["key"].unique()) > 0.8 * sum(map(len, last.values()))
-
-
-def window_ends(stream: Stream, step: int, env: int, n: int) -> bool:
-    """Whether an episode ends within the stored steps of a window."""
-    return bool(stream.done[step : step + n, env].any())
-
-
-def test_the_newest_windows_of_a_full_ring_hold_no_old_rewards() -> None:
-    """Rewards are step numbers: with n = 3 the original gives start 19 the reward 28, of 3 steps, and start 18 41."""
-    rb, zero = SimpleReplayBuffer(4, 16, 1, 1, 1, True, n_steps=3, gamma=1.0, device="cpu"), torch.zeros(4).long()
-    for step in range(20):
-        x, ended = torch.full((4, 1), float(step)), zero + (step == 19)
-        after = {"observations": x + 1, "critic_observations": x + 1, "rewards": x[:, 0]}
-        after |= {"truncations": ended, "dones": ended}
-        rb.extend(
-            tensordict.TensorDict({"observations": x, "critic_observations": x, "actions": x, "next": after}, [4])
-        )
-    data = rb.sample(400)
-    sums = {int(s): float(r) for s, r in zip(data["observations"][:, 0], data["next", "rewards"], strict=True)}
-    assert sums == {start: float(sum(range(start, min(start + 3, 20)))) for start in range(4, 20)}
-    assert (sums[19], sums[18]) == (19.0, 37.0)
+    stored = itertools.product(range(max(0, steps - 64), steps), range(ENVS))
+    whole = {(step, env) for step, env in stored if step + n < steps or stream.done[step : step + n, env].any()}
+    assert set(zip(t.tolist(), e.tolist(), strict=True)) <= whole
+    assert len(data["key"].unique()) > 0.8 * len(whole)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
@@ -205,8 +183,7 @@ def test_samples_are_those_of_flashsac(n: int, steps: int) -> None:
     assert (len(buffer), buffer.can_sample()) == (min(steps, 64) * ENVS, True)
     batch = buffer.sample()
     t, e = batch["key"] // ENVS, batch["key"] % ENVS
-    found = [stream.window(step, env, n) for step, env in zip(t.tolist(), e.tolist(), strict=True)]
-    reward, count, end = (torch.tensor(column) for column in zip(*found, strict=True))
+    reward, count, end = stream.windows(t, e, n)
     over = stream.terminated[end, e]
     torch.testing.assert_close(batch["observation"], stream.obs[t, e])
     torch.testing.assert_close(batch["action"], stream.action[t, e])
@@ -242,18 +219,6 @@ def test_a_saved_buffer_of_flashsac_continues_with_new_episodes(tmp_path: Path) 
     assert torch.equal(made[1].get_observations(), made[0].get_observations())
     with pytest.raises(CheckpointError, match=r"has the sampler Kept\(window=7.*this buffer has Kept\(window=8"):
         made[2].load(tmp_path / "own")
-
-
-def test_flashsac_can_sample_once_there_is_a_window() -> None:
-    stream = Stream(20)
-    box, actions = (gymnasium.spaces.Box(-1, 1, (ENVS, size)) for size in (CRITIC, ACTIONS))
-    buffer = TorchUniformBuffer(box, actions, 3, GAMMA, 64 * ENVS, 1, 8, "cpu", dtype=torch.bfloat16)
-    ready = []
-    for step in range(6):
-        buffer.add(stream.flashsac(step))
-        ready.append(buffer.can_sample())
-    assert ready == [False, False, False, True, True, True]
-    assert len(buffer.sample()["reward"]) == 8
 
 
 def test_flashsac_samples_while_it_can() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -80,19 +82,13 @@ def test_captured_steps_are_those_of_the_plain_loop(name: str, changes: dict[str
 def test_what_cannot_be_captured_is_made_of_calls(name: str, place: int, capsys: pytest.CaptureFixture[str]) -> None:
     changes = GAMES[0][1] if name == "catch" else {}
     plain, trainer = played(name, 30, **changes), played(name, 12, **changes)
-    capture, made = trainer.buffer.capture, 0
-
-    def refuse() -> None:
-        raise RuntimeError("no graph holds this")
-
-    def captured(*given: Any, **more: Any) -> Any:
-        nonlocal made
-        made += 1
-        return refuse if made == place + 1 else capture(*given, **more)
-
+    # of the graphs that are made, the one in this place
+    refuse, capture = mock.Mock(side_effect=RuntimeError("no graph holds this")), trainer.buffer.capture
+    turns = itertools.count()
+    captured = mock.Mock(side_effect=lambda *of, **more: refuse if next(turns) == place else capture(*of, **more))
     trainer.buffer.capture = captured  # type: ignore[method-assign]
     trainer.capture()
-    assert made > place
+    assert captured.call_count > place
     advance(trainer, 18)
     # in Catch the first graph is that of evaluations
     mine, theirs = (each.evaluator.evaluate(plain.agent.online, 0)[0] for each in (trainer, plain))

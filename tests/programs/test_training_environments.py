@@ -1,14 +1,19 @@
-"""Environments behind one interface: endings, truncations, stacks of frames, and the names by which they are known."""
+"""Environments behind one interface: endings, stacks of frames, names, and the rules of those that a device steps."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from host_games import Sums
+from torch import Tensor
 
 from gpu_replay import Field
-from gpu_replay.training.environments import Actors
+from gpu_replay.training import device_games as rules
+from gpu_replay.training.device_games import BALL, CELL, COURT, HEIGHT, LEFT, REACH, RIGHT, SIDE, WIDTH, DevicePong
+from gpu_replay.training.environments import Actors, Step
 from gpu_replay.training.host_envs import make_gymnasium
 from gpu_replay.training.registry import KINDS, identify
 from gpu_replay.training.settings import Settings
@@ -149,3 +154,153 @@ def test_actors_hand_over_steps_and_stacks_of_the_newest_frames(depth: int, devi
         assert torch.equal(actors.stack.frame.cpu(), frame)
         histories = [[frame[env]] if over[env] else [*histories[env], frame[env]] for env in range(5)]
     assert bool((endings.sum(1) > 3).all())
+
+
+# the rules of Catch and DevicePong: rallies set up by hand, whole games, pictures, serves in plain integers
+
+STAY, UP, DOWN = 0, 1, 2
+SPEED, MIDDLE = rules.SERVE_SPEED, (COURT - HEIGHT) // 2
+# where a paddle returns the ball level
+LEVEL = COURT // 2 - (HEIGHT - BALL) // 2
+STATE = ["AGENT", "OPPONENT", "BALL_X", "BALL_Y", "SPEED_X", "SPEED_Y", "HITS", "SERVES"]
+STATE += ["AGENT_SCORE", "OPPONENT_SCORE"]
+
+
+def stepped(action: int = STAY, steps: int = 1, **state: int) -> tuple[Step, Any]:
+    """Steps of a game whose state is set by hand: a ball that flies level to the agent unless `state` says else."""
+    game = DevicePong(1, CPU, side=84)
+    game.reset(0)
+    given = {"BALL_X": COURT // 2, "BALL_Y": COURT // 2, "SPEED_X": SPEED, "SPEED_Y": 0, "OPPONENT": MIDDLE}
+    for name, value in (given | state).items():
+        game.games[getattr(rules, name)] = value
+    for _ in range(steps):
+        game.send(torch.tensor([action]))
+        step = game.recv()
+    return step, {name: int(game.games[getattr(rules, name), 0]) for name in STATE}
+
+
+# what is set up, and what it becomes in one step
+RALLIES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    # the opponent follows the ball
+    "the upper wall": (
+        {"BALL_Y": 300, "SPEED_Y": -700},
+        {"BALL_Y": 400, "SPEED_Y": 700, "BALL_X": COURT // 2 + SPEED, "OPPONENT": MIDDLE - rules.OPPONENT_SPEED},
+    ),
+    "the lower wall": ({"BALL_Y": COURT - BALL - 300, "SPEED_Y": 700}, {"BALL_Y": COURT - BALL - 400, "SPEED_Y": -700}),
+    # the loser receives, and a rally begins with both paddles in the middle
+    "missed by agent": ({"BALL_X": COURT - BALL - 1, "AGENT": 0}, {"SPEED_X": SPEED, "AGENT": MIDDLE}),
+    "missed by opponent": ({"BALL_X": 1, "SPEED_X": -SPEED, "OPPONENT": 0}, {"SPEED_X": -SPEED, "OPPONENT": MIDDLE}),
+}
+NEW_RALLY = {"BALL_X": (COURT - BALL) // 2, "HITS": 0, "SERVES": 2}
+
+
+@pytest.mark.parametrize("name", RALLIES)
+def test_balls_bounce_and_missed_ones_are_points(name: str) -> None:
+    given, expected = RALLIES[name]
+    step, state = stepped(**given)
+    if "missed" in name:
+        won = "opponent" in name
+        expected = expected | NEW_RALLY | {"AGENT_SCORE": int(won), "OPPONENT_SCORE": int(not won)}
+        assert (step.reward.item(), step.terminated.item()) == (1 if won else -1, False)
+    assert {each: state[each] for each in expected} == expected
+
+
+@pytest.mark.parametrize("hits, speed", [(0, 8.75), (100, 12.0)])
+def test_a_paddle_returns_the_ball_faster_and_at_an_angle(hits: int, speed: float) -> None:
+    at: Any = {"BALL_X": RIGHT - BALL - 100, "HITS": hits}
+    _, level = stepped(**at, AGENT=LEVEL)
+    assert (level["SPEED_X"], level["SPEED_Y"], level["HITS"]) == (-speed * CELL, 0, hits + 1)
+    # the way beyond the paddle is flown back
+    assert level["BALL_X"] == RIGHT - BALL - (SPEED - 100)
+    # half way to the end, at it and as far out as the ball still touches
+    for out, share in ((rules.END // 2, 0.5), (rules.END, 1.0), ((HEIGHT + BALL) // 2 - 1, 1.0)):
+        _, angled = stepped(**at, AGENT=LEVEL - out)
+        assert angled["SPEED_Y"] == pytest.approx(share * (speed - 4) * CELL * 7 / 6, rel=0.01)
+        assert -angled["SPEED_X"] == speed * CELL <= rules.MOST_SPEED
+    # the opponent as the agent does
+    _, state = stepped(BALL_X=LEFT + WIDTH + 100, SPEED_X=-SPEED, OPPONENT=LEVEL, HITS=hits)
+    assert (state["SPEED_X"], state["HITS"]) == (speed * CELL, hits + 1)
+
+
+def test_the_twenty_first_point_ends_the_game_and_shows_its_last_picture() -> None:
+    step, state = stepped(BALL_X=COURT - BALL - 1, OPPONENT_SCORE=20, AGENT_SCORE=7, AGENT=0)
+    assert step.terminated.tolist() == [True]
+    assert [state[name] for name in ("AGENT_SCORE", "OPPONENT_SCORE", "AGENT")] == [0, 0, MIDDLE]
+    # the agent's paddle was at the top, and begins in the middle
+    assert [frame[0, 0, RIGHT // CELL].item() for frame in (step.final_frame, step.frame)] == [255, 0]
+
+
+@pytest.mark.parametrize("action, way, end", [(STAY, 0, MIDDLE), (UP, -1, 0), (DOWN, 1, COURT - HEIGHT)])
+def test_paddles_have_limited_speed_and_stay_on_the_court(action: int, way: int, end: int) -> None:
+    for steps, expected in ((1, MIDDLE + way * rules.AGENT_SPEED), (11, end)):
+        assert stepped(action, steps, AGENT=MIDDLE, SPEED_X=0)[1]["AGENT"] == expected
+
+
+@pytest.mark.parametrize("side", [63, 84])
+def test_a_pixel_is_as_bright_as_the_share_of_it_that_is_covered(side: int) -> None:
+    pong = DevicePong(3, CPU, side)
+    unit, edges = COURT / side, torch.arange(side) * COURT / side
+
+    def covered(start: int, length: int) -> Tensor:
+        return ((edges + unit).clamp(max=start + length) - edges.clamp(min=start)).clamp(min=0) / unit
+
+    for shown, state in zip(pong.reset(5), pong.games.T.tolist(), strict=True):
+        expected = torch.zeros(side, side)
+        paddles = [(LEFT, state[rules.OPPONENT], WIDTH, HEIGHT), (RIGHT, state[rules.AGENT], WIDTH, HEIGHT)]
+        for x, y, width, height in (*paddles, (state[rules.BALL_X], state[rules.BALL_Y], BALL, BALL)):
+            expected = torch.maximum(expected, torch.outer(covered(y, height), covered(x, width)))
+        # shares are rounded to fifteenths and seventeenths
+        assert float((shown / 255 - expected).abs().max()) <= 1 / 30 + 1 / 34
+        assert (shown == 255).sum() == (expected > 0.999).sum()
+
+
+def test_serves_are_a_function_of_the_seed_and_fall_on_the_middle_of_the_court() -> None:
+    rows = []
+    for seed in (0, 12345, 0):
+        pong = DevicePong(2_000, CPU, 42)
+        pong.reset(seed)
+        rows.append(pong.games[rules.BALL_Y].double())
+        assert COURT // 8 <= rows[-1].min() < COURT // 7
+        assert COURT * 6 // 7 < rows[-1].max() <= COURT - COURT // 8
+    assert torch.equal(rows[0], rows[2])
+    # those of two games, and of two seeds, have nothing in common
+    for pair in (rows[:2], [rows[0][1:], rows[0][:-1]]):
+        assert abs(float(torch.corrcoef(torch.stack(pair))[0, 1])) < 0.1
+
+
+# Catch
+
+
+def parts(obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Row and column of the ball, and centre of the paddle, read off boards on which they do not touch."""
+    ball, floor = obs[:, :-1].flatten(1).long(), obs[:, -1].long()
+    assert (ball.sum(1) == 1).all()
+    assert (floor.sum(1) == 2 * REACH + 1).all()
+    place = ball.argmax(1)
+    return place // SIDE, place % SIDE, (floor * torch.arange(SIDE)).sum(1) // (2 * REACH + 1)
+
+
+def test_games_follow_the_rules() -> None:
+    games = 200
+    game = rules.Catch(games, CPU)
+    row, column, centre = parts(game.reset(3))
+    for t in range(3 * (SIDE - 1)):
+        arrived = (t + 1) % (SIDE - 1) == 0
+        assert (row == t % (SIDE - 1)).all()
+        action = torch.randint(0, 3, (games,), generator=torch.Generator().manual_seed(t))
+        game.send(action)
+        step = game.recv()
+        moved = (centre + action - 1).clamp(REACH, SIDE - 1 - REACH)
+        assert torch.equal(step.reward, torch.where((column - moved).abs() <= REACH, 1.0, -1.0) * arrived)
+        assert step.terminated.tolist() == [arrived] * games
+        assert not step.truncated.any()
+        before = column
+        row, column, centre = parts(step.frame)
+        if arrived:
+            # the ball is on the floor in its column, and another game begins
+            assert step.final_frame[:, :-1].sum() == 0
+            assert (step.final_frame[torch.arange(games), -1, before] == 1).all()
+            assert not torch.equal(column, before)
+        else:
+            assert torch.equal(column, before)
+            assert torch.equal(centre, moved)

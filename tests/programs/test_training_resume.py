@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_runs import CATCH, make_trainer, read_rows, start, summary, tensorboard_of, wait_for, without_times
+from training_runs import CATCH, make_trainer, read_rows, summary, tensorboard_of, without_times
 from transitions import same_draws
 
 from gpu_replay import TrajectoryReplayBuffer
@@ -172,7 +172,8 @@ def check_same_run(one: Path, other: Path) -> None:
 def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, catch_run: Path) -> None:
     folder = tmp_path / "run"
     # in the warm-up, while learning, within an evaluation
-    for arguments, looks in ((CATCH, 20), (RESUME, 31), (RESUME, 20)):
+    often = (*CATCH, "--checkpoint-every", "0.05")
+    for arguments, looks in ((often, 20), (RESUME, 31), (RESUME, 20)):
         assert train(folder, arguments, looks) == 130
     stopped = summary(folder)
     assert 0 < stopped["steps"] < 3_008
@@ -306,21 +307,3 @@ def test_a_branch_with_another_buffer_fills_it_anew(catch_run: Path, tmp_path: P
 
 
 # processes
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
-    whole, folder = tmp_path / "whole", tmp_path / "killed"
-    flags = ["CartPole-v1", "--device", "cpu", "--log-every", "2000", "--eval-every", "4000"]
-    flags += ["--eval-episodes", "32", "--seed", "4", "--steps", "14000"]
-    process = start(folder, *flags, "--checkpoint-every", "0.4")
-    wait_for(process, lambda: any((folder / "checkpoint").glob("*/state/manifest.json")))
-    process.kill()
-    process.communicate()
-    process = start(folder, "--resume")
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert main(["train", *flags, "--output", str(whole)]) == 0
-    check_same_run(folder, whole)
-    seconds = [row["seconds"] for row in read_rows(folder)]
-    assert seconds == sorted(seconds)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import pytest
 from programs import SAMPLERS
 from test_distributions import SAMPLED
 
 import gpu_replay
 from gpu_replay.console import sizes
-from gpu_replay.samplers import BaseSampler, Combined, Latest, Sampler
+from gpu_replay.samplers import Combined, Latest, Sampler
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = {name: kind for name, kind in Sampler.kinds.items() if kind.__module__ == Sampler.__module__}
@@ -38,13 +35,3 @@ def has(kind: type[Sampler]) -> dict[str, bool]:
 def test_every_sampler_is_public_explained_and_tested() -> None:
     assert len(KINDS) >= 5
     assert {(name, what) for name, kind in KINDS.items() for what, there in has(kind).items() if not there} == set()
-
-
-def test_a_newcomer_has_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sampler, "kinds", dict(Sampler.kinds))
-
-    @dataclass(frozen=True)
-    class Newcomer(BaseSampler):
-        places: Any = None
-
-    assert not any(has(Newcomer).values())
