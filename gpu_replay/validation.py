@@ -493,14 +493,13 @@ def check_generators(values: object, device: torch.device) -> tuple[torch.Genera
     """Generators of this device, or TypeError / ValueError."""
     if not isinstance(values, Iterable):
         raise TypeError(f"generators must be a list of torch.Generator; found {type(values).__name__}.")
-    checked = []
-    for value in values:
+    checked = tuple(values)
+    for value in checked:
         if not isinstance(value, torch.Generator):
             raise TypeError(f"generators must be of type torch.Generator; found {type(value).__name__}.")
         if value.device.type != device.type:
             raise ValueError(f"generators must be on {device}; found one on {value.device}.")
-        checked.append(value)
-    return tuple(checked)
+    return checked
 
 
 def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
