@@ -6,6 +6,7 @@ The bar goes to standard error, so that standard output holds results only.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import sys
@@ -33,6 +34,19 @@ def replace_file(path: Path, write: Callable[[Path], object], *, partial: Path |
         partial.unlink(missing_ok=True)
         raise
     return path
+
+
+def replace_json(path: Path, value: Any, *, partial: Path) -> None:
+    """Replace a file by a JSON value; when this returns, that is on the disk."""
+
+    def write(made: Path) -> None:
+        # never through a link: "x" is O_EXCL
+        with open(made, "x", encoding="utf-8") as out:
+            json.dump(value, out, indent=1)
+            sync_file(out)
+
+    replace_file(path, write, partial=partial)
+    sync_folder(path.parent)
 
 
 def sync_file(file: IO[Any]) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_replay.checkpoint.files import bytes_bar, replace_file, require_free, save_lock, sync_file, sync_folder
+from gpu_replay.checkpoint.files import bytes_bar, replace_json, require_free, save_lock, sync_folder
 from gpu_replay.checkpoint.shards import (
     DTYPE_NAMES,
     DTYPES,
@@ -76,15 +76,7 @@ def write_manifest(folder: Path, given: Mapping[str, Any], shards: Sequence[Shar
     """Put a new manifest in force: from the rename on, these shards are the checkpoint."""
     body = {"manifest": given, **described(shards)}
     outer = {"format": FORMAT, "version": VERSION, "sha256": _body_sha256(body), "body": body}
-
-    def write(path: Path) -> None:
-        # never through a link: "x" is O_EXCL
-        with open(path, "x", encoding="utf-8") as out:
-            json.dump(outer, out, indent=1)
-            sync_file(out)
-
-    replace_file(folder / MANIFEST, write, partial=folder / UNFINISHED_MANIFEST)
-    sync_folder(folder)
+    replace_json(folder / MANIFEST, outer, partial=folder / UNFINISHED_MANIFEST)
 
 
 def described(shards: Sequence[Shard]) -> dict[str, Any]:
@@ -376,38 +368,36 @@ def check_fit(
 
 def write_shards(folder: Path, contents: list[tuple[Part, ...]], tensors: Mapping[str, Tensor]) -> list[Shard]:
     """The shards with these contents: those that the manifest in force does not name are written, and all synced."""
-    token = secrets.token_hex(4)
-    in_force = _intact_shards(folder)
-    shards: list[Shard] = []
+    token, in_force = secrets.token_hex(4), _intact_shards(folder)
+    earlier = {place: in_force.get(_rows_of(parts)) for place, parts in enumerate(contents)}
     hashes: dict[int, str] = {}
+    shards: dict[int, Shard] = {}
 
-    def keep_or_note(hashed: tuple[int, str]) -> None:
-        place, sha256 = hashed
-        earlier = in_force[_rows_of(contents[place])]
-        if sha256 == earlier.sha256:
-            # the whole tensor may have grown or shrunk around these rows
-            stored(replace(earlier, parts=contents[place]))
-        else:
-            hashes[place] = sha256
+    def compare(place: int) -> tuple[int, Shard | None]:
+        found = earlier[place]
+        hashes[place] = sha256_of(contents[place], tensors)
+        if found is None or hashes[place] != found.sha256:
+            return place, None
+        # the whole tensor may have grown or shrunk around these rows
+        return place, replace(found, parts=contents[place])
 
-    def store(place: int) -> Shard:
-        return write_shard(
-            folder, f"piece-{token}-{place:05d}.safetensors", contents[place], tensors, hashes.get(place)
-        )
+    def store(place: int) -> tuple[int, Shard]:
+        file = f"piece-{token}-{place:05d}.safetensors"
+        return place, write_shard(folder, file, contents[place], tensors, hashes.get(place))
 
-    def stored(shard: Shard) -> None:
-        shards.append(shard)
-        advance(shard.nbytes)
+    def note(done: tuple[int, Shard | None]) -> None:
+        place, shard = done
+        if shard is not None:
+            shards[place] = shard
+            advance(shard.nbytes)
 
-    candidates = [place for place, parts in enumerate(contents) if _rows_of(parts) in in_force]
     with bytes_bar(f"saving {folder.name}", sum(map(file_bytes, contents))) as advance:
-        in_parallel(lambda place: (place, sha256_of(contents[place], tensors)), candidates, keep_or_note)
-        changed = sorted({*range(len(contents))} - {*candidates} | {*hashes})
+        in_parallel(compare, [place for place, shard in earlier.items() if shard is not None], note)
+        changed = [place for place in earlier if place not in shards]
         require_free(folder, sum(file_bytes(contents[place]) for place in changed))
-        in_parallel(store, changed, stored)
+        in_parallel(store, changed, note)
     sync_folder(folder)
-    order = {parts: place for place, parts in enumerate(contents)}
-    return sorted(shards, key=lambda shard: order[shard.parts])
+    return [shards[place] for place in earlier]
 
 
 def _rows_of(parts: tuple[Part, ...]) -> tuple[tuple[str, int, int], ...]:

@@ -19,7 +19,7 @@ import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -227,8 +227,8 @@ def check_length(folder: Path, shard: Shard) -> None:
     try:
         status = os.stat(folder / shard.file)
     except OSError:
-        raise _damaged(folder, shard, "it is missing") from None
-    if not stat.S_ISREG(status.st_mode):
+        status = None
+    if status is None or not stat.S_ISREG(status.st_mode):
         raise _damaged(folder, shard, "it is missing")
     if status.st_size != shard.nbytes:
         raise _damaged(folder, shard, f"it was written with {shard.nbytes} bytes and now has {status.st_size}")
@@ -242,21 +242,23 @@ def read_shard(folder: Path, shard: Shard, targets: Mapping[str, Tensor]) -> Non
     header = header_of(shard.parts)
     digest = hashlib.sha256(header)
     check_length(folder, shard)
-    with _explained(folder, shard), open(folder / shard.file, "rb") as file:
-        stored = bytearray(len(header))
-        if file.readinto(memoryview(stored)) != len(stored) or stored != header:
-            raise _damaged(folder, shard, "its header is not the one that was written")
-        for part in shard.parts:
-            # what is not wanted counts for the checksum
-            for chunk in _chunks(targets[part.name] if part.name in targets else part.empty()):
-                direct = chunk.is_cpu and chunk.is_contiguous()
-                host = chunk if direct else torch.empty(chunk.shape, dtype=chunk.dtype, device="cpu")
-                data = _bytes(host)
-                if file.readinto(data) != len(data):
-                    raise _damaged(folder, shard, "it ends too early")
-                digest.update(data)
-                if not direct:
-                    chunk.copy_(host)
+    try:
+        with open(folder / shard.file, "rb") as file:
+            if file.read(len(header)) != header:
+                raise _damaged(folder, shard, "its header is not the one that was written")
+            for part in shard.parts:
+                # what is not wanted counts for the checksum
+                for chunk in _chunks(targets[part.name] if part.name in targets else part.empty()):
+                    direct = chunk.is_cpu and chunk.is_contiguous()
+                    host = chunk if direct else torch.empty(chunk.shape, dtype=chunk.dtype, device="cpu")
+                    data = _bytes(host)
+                    if file.readinto(data) != len(data):
+                        raise _damaged(folder, shard, "it ends too early")
+                    digest.update(data)
+                    if not direct:
+                        chunk.copy_(host)
+    except OSError as error:
+        raise _damaged(folder, shard, f"it cannot be read ({error.strerror})") from error
     if digest.hexdigest() != shard.sha256:
         raise _damaged(folder, shard, "its checksum differs, so it was changed after it was written")
 
@@ -273,15 +275,6 @@ def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, not copied."""
     # a single element counts as contiguous whatever its stride is
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
-
-
-@contextmanager
-def _explained(folder: Path, shard: Shard) -> Iterator[None]:
-    """Raise errors of the file system as CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        raise _damaged(folder, shard, f"it cannot be read ({error.strerror})") from error
 
 
 def _damaged(folder: Path, shard: Shard, what: str) -> CheckpointError:
