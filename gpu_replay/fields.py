@@ -129,6 +129,10 @@ class Field:
         return torch.float64 if wide else torch.float32
 
 
+# of each step or transition
+REWARD, FLAG = Field((), torch.float32), Field((), torch.bool)
+
+
 def check_fields(fields: object) -> dict[str, Field]:
     """The fields as a flat dict of their own, or TypeError / ValueError / KeyError that says which one is wrong."""
     if not isinstance(fields, Mapping):
@@ -166,7 +170,8 @@ def flattened(values: Mapping[str, Any], names: Collection[str] = ()) -> dict[st
             parts = ((f"item_{place}", part) for place, part in enumerate(value))
         else:
             parts = None
-        for leaf, part in [(name, value)] if parts is None else _leaves(name, parts, names):
+        inside = {f"{name}.{part}": each for part, each in parts or ()}
+        for leaf, part in [(name, value)] if parts is None else flattened(inside, names).items():
             if leaf in flat:
                 raise KeyError(f"{leaf!r} is given twice: inside a dictionary and by its dotted name.")
             flat[leaf] = part
@@ -177,10 +182,6 @@ def has_items(name: str, names: Collection[str]) -> bool:
     """Whether `name` is that of a Tuple space, whose parts are among the names to reach."""
     first = f"{name}.item_0"
     return any(each == first or each.startswith(f"{first}.") for each in names)
-
-
-def _leaves(name: str, parts: Iterable[tuple[Any, Any]], names: Collection[str]) -> Iterable[tuple[str, Any]]:
-    return flattened({f"{name}.{part}": value for part, value in parts}, names).items()
 
 
 def check_names(values: Mapping[str, Any], fields: Mapping[str, Any]) -> None:

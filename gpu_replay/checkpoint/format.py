@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_replay.checkpoint.files import bytes_bar, replace_json, require_free, save_lock, sync_folder
+from gpu_replay.checkpoint import files
+from gpu_replay.checkpoint.files import replace_json, require_free, save_lock, sync_folder
 from gpu_replay.checkpoint.shards import (
     DTYPE_NAMES,
     DTYPES,
@@ -74,27 +75,21 @@ class Manifest:
 
 def write_manifest(folder: Path, given: Mapping[str, Any], shards: Sequence[Shard]) -> None:
     """Put a new manifest in force: from the rename on, these shards are the checkpoint."""
-    body = {"manifest": given, **described(shards)}
+    parts = [part for shard in shards for part in shard.parts]
+    pieces = [
+        {
+            "file": shard.file,
+            "bytes": shard.nbytes,
+            "modified_ns": shard.modified,
+            "sha256": shard.sha256,
+            "holds": {part.name: [part.start, part.stop] for part in shard.parts},
+        }
+        for shard in shards
+    ]
+    tensors = {part.name: {"dtype": DTYPE_NAMES[part.dtype], "shape": part.shape} for part in parts}
+    body = {"manifest": given, "tensors": tensors, "pieces": pieces}
     outer = {"format": FORMAT, "version": VERSION, "sha256": _body_sha256(body), "body": body}
     replace_json(folder / MANIFEST, outer, partial=folder / UNFINISHED_MANIFEST)
-
-
-def described(shards: Sequence[Shard]) -> dict[str, Any]:
-    """Shards, and the dtypes and shapes of their tensors, as JSON values."""
-    parts = [part for shard in shards for part in shard.parts]
-    return {
-        "tensors": {part.name: {"dtype": DTYPE_NAMES[part.dtype], "shape": part.shape} for part in parts},
-        "pieces": [
-            {
-                "file": shard.file,
-                "bytes": shard.nbytes,
-                "modified_ns": shard.modified,
-                "sha256": shard.sha256,
-                "holds": {part.name: [part.start, part.stop] for part in shard.parts},
-            }
-            for shard in shards
-        ],
-    }
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -225,41 +220,29 @@ def write_checkpoint(
     json.dumps(manifest)
     contents = split_into_shards(tensors, shard_bytes)
     synchronize(tensors.values())
-    with writing(path) as (folder, before):
-        try:
-            write_manifest(folder, manifest, write_shards(folder, contents, tensors))
-        except OSError as error:
-            state = "The checkpoint that was there is unharmed." if before else "There was no checkpoint before."
-            raise OSError(error.errno, f"saving to {folder} failed: {error.strerror}. {state}") from error
-
-
-@contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[tuple[Path, set[str]]]:
-    """The folder of a checkpoint `path`, made if missing, and the files there that must survive a failure.
-
-    Whoever enters writes shards and then a manifest; on leaving, the shards that the manifest does not name are gone.
-    After an error the old checkpoint is as it was.
-    """
-    target = Path(os.path.realpath(check_path("path", path)))
-    made = not target.exists()
+    folder = Path(os.path.realpath(check_path("path", path)))
+    made = not folder.exists()
     # another save may make it at the same time, and then holds the lock
     if made:
-        target.mkdir(parents=True, exist_ok=True)
-    with save_lock(target, target):
-        _refuse_other_contents(target)
-        before = files_in_force(target)
-        _remove_shards(target, keep=before)
+        folder.mkdir(parents=True, exist_ok=True)
+    with save_lock(folder, folder):
+        _refuse_other_contents(folder)
+        before = files_in_force(folder)
+        _remove_shards(folder, keep=before)
         try:
-            yield target, before
-        except BaseException:
+            write_manifest(folder, manifest, write_shards(folder, contents, tensors))
+        except BaseException as error:
             with suppress(OSError):
-                _remove_shards(target, keep=before | files_in_force(target))
+                _remove_shards(folder, keep=before | files_in_force(folder))
                 if made:
-                    target.rmdir()
-            raise
-        _remove_shards(target, keep=files_in_force(target))
+                    folder.rmdir()
+            if not isinstance(error, OSError):
+                raise
+            state = "The checkpoint that was there is unharmed." if before else "There was no checkpoint before."
+            raise OSError(error.errno, f"saving to {folder} failed: {error.strerror}. {state}") from error
+        _remove_shards(folder, keep=files_in_force(folder))
         if made:
-            sync_folder(target.parent)
+            sync_folder(folder.parent)
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -328,7 +311,7 @@ class Checkpoint:
             return shard.nbytes
 
         total = sum(shard.nbytes for shard in shards)
-        with self._unless_replaced(), bytes_bar(f"loading {self.path.name}", total) as advance:
+        with self._unless_replaced(), files.show(f"loading {self.path.name}", total) as advance:
             in_parallel(read, shards, advance)
 
     def shape_of(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -391,7 +374,7 @@ def write_shards(folder: Path, contents: list[tuple[Part, ...]], tensors: Mappin
             shards[place] = shard
             advance(shard.nbytes)
 
-    with bytes_bar(f"saving {folder.name}", sum(map(file_bytes, contents))) as advance:
+    with files.show(f"saving {folder.name}", sum(map(file_bytes, contents))) as advance:
         in_parallel(compare, [place for place, shard in earlier.items() if shard is not None], note)
         changed = [place for place in earlier if place not in shards]
         require_free(folder, sum(file_bytes(contents[place]) for place in changed))

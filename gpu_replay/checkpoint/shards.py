@@ -99,11 +99,17 @@ class Shard:
 
     def is_intact(self, folder: Path) -> bool:
         """Whether the file lies in the folder as it was left, as far as that shows without reading it."""
-        try:
-            status = os.lstat(folder / self.file)
-        except OSError:
-            return False
-        return stat.S_ISREG(status.st_mode) and (status.st_size, status.st_mtime_ns) == (self.nbytes, self.modified)
+        status = _status(folder / self.file, os.lstat)
+        return status is not None and (status.st_size, status.st_mtime_ns) == (self.nbytes, self.modified)
+
+
+def _status(file: Path, look: Callable[[Path], os.stat_result]) -> os.stat_result | None:
+    """What one call says of a regular file, as another save may remove it between two; None for anything else."""
+    try:
+        status = look(file)
+    except OSError:
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
 
 
 def split_into_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[tuple[Part, ...]]:
@@ -111,8 +117,6 @@ def split_into_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[t
 
     The widest type comes first, which aligns every part. Raises ValueError for what safetensors cannot hold.
     """
-    if shard_bytes < 1:
-        raise ValueError(f"shard_bytes must be at least 1; found {shard_bytes}.")
     shards: list[tuple[Part, ...]] = []
     shared: tuple[Part, ...] = ()
     small = min(shard_bytes, SHARED_SHARD_BYTES)
@@ -223,12 +227,8 @@ def write_shard(
 
 def check_length(folder: Path, shard: Shard) -> None:
     """Raise CheckpointError if the file is missing, or longer or shorter than it was written."""
-    # one call: another save may remove the file between two
-    try:
-        status = os.stat(folder / shard.file)
-    except OSError:
-        status = None
-    if status is None or not stat.S_ISREG(status.st_mode):
+    status = _status(folder / shard.file, os.stat)
+    if status is None:
         raise _damaged(folder, shard, "it is missing")
     if status.st_size != shard.nbytes:
         raise _damaged(folder, shard, f"it was written with {shard.nbytes} bytes and now has {status.st_size}")

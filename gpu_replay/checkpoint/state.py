@@ -327,15 +327,14 @@ class BufferCheckpoint:
         with self.refusing("the manifest is not of a replay buffer"):
             version, self.config = manifest["version"], dict(manifest["settings"])
             self.seed, found = check_int("seed", manifest["seed"]), self.config["kind"]
-        check_version(f"{path} has state version", version, VERSION)
-        if found == OF_RANKS:
-            raise CheckpointError(
-                f"{path} was written by {OF_RANKS}; gpu_replay 0.3 is the last version that reads it. There "
-                "ReplayBuffer.load makes one buffer of it, whose own checkpoint this version loads."
-            )
-        if kind not in (None, found):
-            raise CheckpointError(f"{path} holds a {found}; load it with {found}.load.")
-        with self.refusing("the manifest is not of a replay buffer"):
+            check_version(f"{path} has state version", version, VERSION)
+            if found == OF_RANKS:
+                raise CheckpointError(
+                    f"{path} was written by {OF_RANKS}; gpu_replay 0.3 is the last version that reads it. There "
+                    "ReplayBuffer.load makes one buffer of it, whose own checkpoint this version loads."
+                )
+            if kind not in (None, found):
+                raise CheckpointError(f"{path} holds a {found}; load it with {found}.load.")
             self.counters = checked_counters(manifest["counters"])
 
     @contextmanager

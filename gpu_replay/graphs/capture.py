@@ -8,9 +8,9 @@ priorities, the optimiser's state) is in device memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -193,23 +193,6 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 Learn = Callable[..., Any]
 
 
-class CapturedBuffer(Protocol):
-    """The calls of a buffer that a step makes."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def sample(self, batch_size: int, *, beta: float | None = None) -> Batch: ...
-
-    def update_priorities(self, keys: Any, priorities: Any) -> None: ...
-
-    # counts the rows that captured calls add
-    def _recording(self, batch: int | None) -> AbstractContextManager[Recorded]: ...
-
-    # orders one replay among the buffer's calls
-    def _replaying(self, batch: int | None, recorded: Recorded) -> AbstractContextManager[None]: ...
-
-
 class LearningStep(CudaGraphCall[Any]):
     """Calls `learn` with a sampled batch and gives the buffer the priorities that it returns.
 
@@ -221,7 +204,7 @@ class LearningStep(CudaGraphCall[Any]):
 
     def __init__(
         self,
-        buffer: CapturedBuffer,
+        buffer: Any,
         learn: Learn,
         batch_size: int | None,
         beta: float | None,
@@ -261,7 +244,7 @@ class LearningStep(CudaGraphCall[Any]):
             return super().replay()
 
 
-def _learn_once(buffer: CapturedBuffer, learn: Learn, batch_size: int | None, beta: float | None) -> Any:
+def _learn_once(buffer: Any, learn: Learn, batch_size: int | None, beta: float | None) -> Any:
     """One step, run eagerly or captured."""
     if batch_size is None:
         return _detached(learn())
