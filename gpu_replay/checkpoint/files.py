@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
-from gpu_replay.errors import CheckpointError
+from gpu_replay.checkpoint import CheckpointError
 
 
 def replace_file(path: Path, write: Callable[[Path], object], *, partial: Path | None = None) -> Path:

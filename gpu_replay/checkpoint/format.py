@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_replay.checkpoint import files
+from gpu_replay.checkpoint import CheckpointError, files
 from gpu_replay.checkpoint.files import replace_json, require_free, save_lock, sync_folder
 from gpu_replay.checkpoint.shards import (
     DTYPE_NAMES,
@@ -44,7 +44,6 @@ from gpu_replay.checkpoint.shards import (
     synchronize,
     write_shard,
 )
-from gpu_replay.errors import CheckpointError
 from gpu_replay.validation import check_path
 
 FORMAT = "gpu_replay checkpoint"

@@ -27,8 +27,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from gpu_replay.checkpoint import CheckpointError
 from gpu_replay.checkpoint.files import sync_file
-from gpu_replay.errors import CheckpointError
 
 SHARD_NAME = re.compile(r"piece-[0-9a-f]{8}-\d{5}\.safetensors")
 

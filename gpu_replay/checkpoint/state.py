@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_replay.checkpoint import CheckpointError
 from gpu_replay.checkpoint.format import check_fit, check_version, read_checkpoint, write_checkpoint
-from gpu_replay.errors import CheckpointError
 from gpu_replay.fields import Field
 from gpu_replay.ops.counters import ADDED_LATER, LASTING, counter_values
 from gpu_replay.samplers import LinearSchedule, RankBased, Sampler, Sequences

@@ -37,10 +37,10 @@ from gpu_replay.base.buffer import Buffer
 from gpu_replay.base.refusals import class_only
 from gpu_replay.batch import Batch
 from gpu_replay.buffer import ReplayBuffer
+from gpu_replay.checkpoint import CheckpointError
 from gpu_replay.checkpoint.format import read_manifest
 from gpu_replay.checkpoint.state import BufferCheckpoint, config_of
 from gpu_replay.engines.host import HostSampler
-from gpu_replay.errors import CheckpointError
 from gpu_replay.ops.counters import Counter
 from gpu_replay.samplers import LinearSchedule
 from gpu_replay.sharded import saving

@@ -20,10 +20,10 @@ from os import PathLike
 from pathlib import Path
 
 from gpu_replay.base.buffer import Buffer
+from gpu_replay.checkpoint import CheckpointError
 from gpu_replay.checkpoint.files import replace_json, save_lock, sync_folder
 from gpu_replay.checkpoint.format import MANIFEST, RANKS, check_version, read_manifest
 from gpu_replay.checkpoint.state import BufferCheckpoint
-from gpu_replay.errors import CheckpointError
 from gpu_replay.sharded.group import CollectiveError, Contribution, Group
 from gpu_replay.validation import check_path
 
