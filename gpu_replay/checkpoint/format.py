@@ -53,6 +53,8 @@ MANIFEST = "manifest.json"
 RANKS = "ranks.json"
 UNFINISHED_MANIFEST = ".manifest.json.saving"
 
+# dtype and shape of a tensor
+Kind = tuple[torch.dtype, tuple[int, ...]]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -67,7 +69,7 @@ class Manifest:
     """
 
     given: dict[str, Any]
-    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    shapes: dict[str, Kind]
     shards: tuple[Shard, ...]
     sha256: str
 
@@ -164,11 +166,11 @@ def _count(value: Any) -> int:
     return value
 
 
-def _shape(described: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+def _shape(described: Any) -> Kind:
     return DTYPES[described["dtype"]], tuple(_count(side) for side in described["shape"])
 
 
-def _shard(described: Any, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Shard:
+def _shard(described: Any, shapes: Mapping[str, Kind]) -> Shard:
     file, sha256, modified = described["file"], described["sha256"], described.get("modified_ns")
     if not SHARD_NAME.fullmatch(file) or not _SHA256.fullmatch(sha256):
         raise ValueError(f"{file!r} with checksum {sha256!r} is no piece of a checkpoint")
@@ -178,7 +180,7 @@ def _shard(described: Any, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ..
     return Shard(file, parts, sha256, modified)
 
 
-def _check_rows(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], shards: Sequence[Shard]) -> None:
+def _check_rows(shapes: Mapping[str, Kind], shards: Sequence[Shard]) -> None:
     """Raise ValueError unless the shards hold each row of each tensor once, and each file is one shard."""
     if len({shard.file for shard in shards}) < len(shards):
         raise ValueError("a file is listed twice")
@@ -313,7 +315,7 @@ class Checkpoint:
         with self._unless_replaced(), files.show(f"loading {self.path.name}", total) as advance:
             in_parallel(read, shards, advance)
 
-    def shape_of(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    def shape_of(self, name: str) -> Kind:
         """Dtype and shape of a stored tensor."""
         if name not in self._manifest.shapes:
             raise CheckpointError(f"{self.path} holds no tensor {name!r}; it holds {sorted(self._manifest.shapes)}.")
@@ -335,9 +337,7 @@ class Checkpoint:
             ) from error
 
 
-def check_fit(
-    source: str, tensors: Mapping[str, Tensor], shape_of: Callable[[str], tuple[torch.dtype, tuple[int, ...]]]
-) -> None:
+def check_fit(source: str, tensors: Mapping[str, Tensor], shape_of: Callable[[str], Kind]) -> None:
     """Raise CheckpointError unless a source has, by name, the dtypes and shapes of tensors that it is to fill."""
     for name, out in tensors.items():
         (dtype, shape), asked = shape_of(name), tuple(out.shape)

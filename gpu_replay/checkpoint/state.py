@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.checkpoint import CheckpointError
-from gpu_replay.checkpoint.format import check_fit, check_version, read_checkpoint, write_checkpoint
+from gpu_replay.checkpoint.format import Kind, check_fit, check_version, read_checkpoint, write_checkpoint
 from gpu_replay.fields import Field
 from gpu_replay.ops.counters import ADDED_LATER, LASTING, counter_values
 from gpu_replay.samplers import LinearSchedule, RankBased, Sampler, Sequences
@@ -258,7 +258,7 @@ def checked_snapshot(buffer: BufferState, snapshot: Mapping[str, Any]) -> Callab
             raise TypeError(f"the state's {name} must be a dictionary; found {type(snapshot[name]).__name__}.")
     tensors = snapshot["tensors"]
 
-    def shape_of(name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    def shape_of(name: str) -> Kind:
         if name not in tensors:
             raise KeyError(f"the state lacks the tensor {name!r}.")
         found = tensors[name]

@@ -57,8 +57,7 @@ class StreamSettings:
     sequences: Sequences | None = None
 
     def __str__(self) -> str:
-        shown = [each.name for each in dataclass_fields(self) if each.repr]
-        shown = [name for name in shown if name != "sequences" or self.sequences is not None]
+        shown = [each.name for each in dataclass_fields(self) if each.repr and getattr(self, each.name) is not None]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
 
     @property
