@@ -97,11 +97,13 @@ def exponent_of(buffer: Buffer, beta: float | None) -> Tensor:
 
 def size_of(buffer: Buffer) -> Tensor:
     """What the share of a buffer is proportional to, its T_r: a float64 scalar on the device."""
-    tree, counts = buffer._state.summed, buffer._counters
-    if tree is not None:
-        size = tree.levels[-1].sum()
+    state, counts = buffer._state, buffer._counters
+    if state.summed is not None:
+        size = state.summed.levels[-1].sum()
     elif buffer._tracks_eligibility:
         size = counts[Counter.ELIGIBLE]
+    elif state.tree is not None and state.excluded:
+        size = (state.tree.masses > 0).sum()
     else:
         size = counts[Counter.ADDED] - torch.maximum(counts[Counter.FIRST], counts[Counter.ADDED] - buffer.capacity)
     return size.to(torch.float64)

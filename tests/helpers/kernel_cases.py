@@ -16,12 +16,14 @@ import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from launches import TARGETS, Launch, Resources, compile_for, recorded, resources, rows_of
+from torch import Tensor
 
 from gpu_replay import (
     Combined,
@@ -38,7 +40,7 @@ from gpu_replay import (
 )
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
-from gpu_replay.samplers import Sampler
+from gpu_replay.samplers import BaseSampler, Random, Sampler
 
 TABLE = Path(__file__).with_name("kernel_resources.json")
 SMALL = {"x": Field((4,), torch.float32)}
@@ -91,6 +93,16 @@ def distances(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
 
 
 GEOMETRIC: dict[str, Any] = {"strategy": "geometric", "gamma": 0.99}
+
+
+@dataclass(frozen=True)
+class Anywhere(BaseSampler):
+    """A sampler of one's own."""
+
+    def places(self, total: Tensor, rows: int, random: Random) -> Tensor:
+        return (random.doubles(rows) * total).long()
+
+
 # name: capacity, fields, sampler, and of a trajectory buffer of two environments further settings
 CASES: dict[str, tuple[Any, ...]] = {
     "classic, 3 levels, all options": (5_000, CLASSIC, EVERYTHING),
@@ -98,6 +110,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "3 levels, independent draws": (20_000, SMALL, Proportional(stratified=False, normalize="buffer")),
     "4 levels": (1_000_000, SMALL, PLAIN),
     "odd widths, uniform": (100, ODD, Uniform()),
+    "3 levels, combined": (20_000, SMALL, Combined(PLAIN, 2)),
+    "own sampler": (100, SMALL, Anywhere()),
     **{f"{name}, latest": (10, fields, Latest()) for name, fields in WHOLE_WORDS.items()},
     "by rank": (1_000_000, SMALL, RankBased()),
     "atari": (5_000, FRAMES["atari"], PLAIN, {"stack": 4, "n_step": 3}),
@@ -161,7 +175,7 @@ QUICK = (
     r"(add|gather)_kernel: odd widths",
     r"gather_windows_kernel: (atari to half|strict)|add_step_kernel: atari to half: step with",
     r"add_step_kernel: (strict )?sequences: step$",
-    r"draw_kernel: by rank|choose_goals_kernel: goals",
+    r"draw_kernel: by rank|choose_goals_kernel: goals|doubles_kernel",
 )
 KEYS = ("of hundreds", "of a thousand", "of thousands")
 # those of which many keys are updated at once, too
