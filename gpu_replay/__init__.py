@@ -13,7 +13,7 @@ if (_folder.parent / "pyproject.toml").is_file():
 if TYPE_CHECKING:
     from gpu_replay.batch import Batch
     from gpu_replay.buffer import ReplayBuffer, ReplayMixture
-    from gpu_replay.errors import CheckpointError
+    from gpu_replay.checkpoint import CheckpointError
     from gpu_replay.fields import Field
     from gpu_replay.hindsight import Hindsight
     from gpu_replay.samplers import (
@@ -57,7 +57,7 @@ __all__ = [
 _MODULES = {"ReplayBuffer": "buffer", "TrajectoryReplayBuffer": "trajectory_buffer", "ReplayMixture": "buffer"}
 _SAMPLERS = ("Uniform", "Proportional", "RankBased", "Latest", "Combined", "LinearSchedule", "Sampler", "Sequences")
 _MODULES |= dict.fromkeys(_SAMPLERS, "samplers")
-_MODULES |= {"Field": "fields", "CheckpointError": "errors"}
+_MODULES |= {"Field": "fields", "CheckpointError": "checkpoint"}
 _MODULES["ShardedReplay"] = "sharded.buffer"
 
 

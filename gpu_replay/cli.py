@@ -15,8 +15,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpu_replay.checkpoint import files
 from gpu_replay.console.arguments import Parser
 from gpu_replay.console.errors import UserError
+from gpu_replay.console.progress import bytes_bar
 
 # the soak program exists only in a checkout
 TESTS = Path(__file__).resolve().parents[1] / "tests"
@@ -55,6 +57,7 @@ def _reader_has_ended() -> bool:
 
 def _run(arguments: list[str]) -> int:
     began = time.perf_counter()
+    files.show = bytes_bar
     if arguments[:1] == ["bench"]:
         from gpu_replay.bench.main import main as bench
 

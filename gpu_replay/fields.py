@@ -129,6 +129,10 @@ class Field:
         return torch.float64 if wide else torch.float32
 
 
+# of each step or transition
+REWARD, FLAG = Field((), torch.float32), Field((), torch.bool)
+
+
 def check_fields(fields: object) -> dict[str, Field]:
     """The fields as a flat dict of their own, or TypeError / ValueError / KeyError that says which one is wrong."""
     if not isinstance(fields, Mapping):
@@ -160,13 +164,12 @@ def flattened(values: Mapping[str, Any], names: Collection[str] = ()) -> dict[st
     """
     flat: dict[str, Any] = {}
     for name, value in values.items():
+        if isinstance(value, tuple) and name not in names and has_items(name, names):
+            value = {f"item_{place}": part for place, part in enumerate(value)}
+        inside = {name: value}
         if isinstance(value, DICTIONARIES):
-            parts: Any = value.items()
-        elif isinstance(value, tuple) and name not in names and has_items(name, names):
-            parts = ((f"item_{place}", part) for place, part in enumerate(value))
-        else:
-            parts = None
-        for leaf, part in [(name, value)] if parts is None else _leaves(name, parts, names):
+            inside = flattened({f"{name}.{part}": each for part, each in value.items()}, names)
+        for leaf, part in inside.items():
             if leaf in flat:
                 raise KeyError(f"{leaf!r} is given twice: inside a dictionary and by its dotted name.")
             flat[leaf] = part
@@ -179,19 +182,13 @@ def has_items(name: str, names: Collection[str]) -> bool:
     return any(each == first or each.startswith(f"{first}.") for each in names)
 
 
-def _leaves(name: str, parts: Iterable[tuple[Any, Any]], names: Collection[str]) -> Iterable[tuple[str, Any]]:
-    return flattened({f"{name}.{part}": value for part, value in parts}, names).items()
-
-
 def check_names(values: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     """Raise KeyError for an `add` whose names are not those of the fields."""
     if values.keys() == fields.keys():
         return
-    missing = [name for name in fields if name not in values]
-    unknown = [name for name in values if name not in fields]
-    parts = []
-    if missing:
-        parts.append(f"is missing {', '.join(map(repr, missing))}")
-    if unknown:
-        parts.append(f"has unknown {', '.join(map(repr, unknown))}")
-    raise KeyError(f"add {' and '.join(parts)}; the buffer's fields are {', '.join(fields)}.")
+    wrong = {
+        "is missing": [name for name in fields if name not in values],
+        "has unknown": [name for name in values if name not in fields],
+    }
+    said = " and ".join(f"{what} {', '.join(map(repr, names))}" for what, names in wrong.items() if names)
+    raise KeyError(f"add {said}; the buffer's fields are {', '.join(fields)}.")

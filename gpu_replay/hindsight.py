@@ -227,13 +227,8 @@ def _arguments_of(name: str, function: object) -> int:
     return required
 
 
-def check_relabel(relabel: object, fields: Mapping[str, Field], n_step: int) -> None:
-    """Raise TypeError or ValueError where a buffer cannot be given this `relabel`; None always can."""
-    if relabel is not None:
-        _as_hindsight(relabel).check(fields, n_step)
-
-
-def _as_hindsight(relabel: object) -> Hindsight:
+def check_hindsight(relabel: object) -> Hindsight:
+    """The `relabel` of a buffer that has one, or TypeError."""
     if not isinstance(relabel, Hindsight):
         raise TypeError(f"relabel must be Hindsight(reward_fn=...) or None; found {relabel!r}.")
     return relabel
@@ -252,5 +247,5 @@ def check_saved_relabel(path: object, relabel: object, arguments: Mapping[str, A
             f"{path} was saved with relabel=Hindsight({words}), whose reward_fn is code and is not saved. Give it "
             "again: load(path, relabel=Hindsight(...))."
         )
-    if _as_hindsight(relabel).describe() != saved:
+    if check_hindsight(relabel).describe() != saved:
         raise ValueError(f"{path} was saved with relabel=Hindsight({words}); found {relabel!r}.")

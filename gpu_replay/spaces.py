@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gpu_replay.fields import Field, check_fields, flattened
+from gpu_replay.fields import FLAG, REWARD, Field, check_fields, flattened
 
 if TYPE_CHECKING:
     from gymnasium import Env, Space
@@ -44,12 +44,8 @@ def classic_fields(
     dtypes: of fields by their names, or of whole groups; the dtype of `obs` applies to `next_obs` too.
     extra:  further fields by name.
     """
-    fields = _fields("obs", observation_space)
-    fields.update(_fields("action", action_space))
-    fields["reward"] = Field((), torch.float32)
-    fields.update(_fields("next_obs", observation_space))
-    fields["terminated"] = Field((), torch.bool)
-    return _with_extra(_stored_as(fields, dtypes), extra)
+    first = {**_fields("obs", observation_space), **_fields("action", action_space), "reward": REWARD}
+    return _as_asked({**first, **_fields("next_obs", observation_space), "terminated": FLAG}, dtypes, extra)
 
 
 def step_fields(
@@ -57,7 +53,7 @@ def step_fields(
 ) -> dict[str, Field]:
     """obs and action of one step of one environment, with `dtypes` and `extra` as in `classic_fields`."""
     fields = {**_fields("obs", observation_space), **_fields("action", action_space)}
-    return _with_extra(_stored_as(fields, dtypes), extra)
+    return _as_asked(fields, dtypes, extra)
 
 
 def vector_settings(env: VectorEnv[Any, Any, Any] | Env[Any, Any], *, single: bool = False) -> dict[str, Any]:
@@ -114,17 +110,8 @@ def warn_of_stacks(fields: Mapping[str, Field]) -> None:
             )
 
 
-def _with_extra(fields: dict[str, Field], extra: object) -> dict[str, Field]:
-    """The fields with the extra ones; KeyError for an extra name that the spaces already gave."""
-    further = {} if extra is None else check_fields(extra)
-    twice = [name for name in further if name in fields]
-    if twice:
-        raise KeyError(f"extra has {twice[0]!r}, which the spaces give; leave it out, or change its dtype with dtypes.")
-    return {**fields, **further}
-
-
-def _stored_as(fields: dict[str, Field], dtypes: object) -> dict[str, Field]:
-    """The fields with the dtypes that were asked for, by name or for whole groups."""
+def _as_asked(fields: dict[str, Field], dtypes: object, extra: object) -> dict[str, Field]:
+    """The fields with the dtypes that were asked for, by name or for whole groups, and the extra ones."""
     if dtypes is not None and not isinstance(dtypes, Mapping):
         raise TypeError(f"dtypes must be a dict such as {{'obs': torch.float64}}; found {dtypes!r}.")
     asked = flattened(dtypes or {})
@@ -137,7 +124,10 @@ def _stored_as(fields: dict[str, Field], dtypes: object) -> dict[str, Field]:
         names = [*_groups(name), *(_groups(name.removeprefix("next_")) if name.startswith("next_") else ())]
         dtype = next((asked[each] for each in names if each in asked), field.dtype)
         stored[name] = Field(field.shape, dtype)
-    return stored
+    further = {} if extra is None else check_fields(extra)
+    if twice := [name for name in further if name in fields]:
+        raise KeyError(f"extra has {twice[0]!r}, which the spaces give; leave it out, or change its dtype with dtypes.")
+    return {**stored, **further}
 
 
 def _groups(name: str) -> list[str]:
@@ -152,12 +142,10 @@ def _fields(name: str, space: Space[Any]) -> dict[str, Field]:
     if not isinstance(space, spaces.Space):
         raise TypeError(f"{name} needs a Gymnasium space such as Box or Discrete; found {space!r}.")
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
-        parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-        fields: dict[str, Field] = {}
-        for key, part in parts:
-            leaf = key if isinstance(space, spaces.Dict) else f"item_{key}"
-            fields.update(_fields(f"{name}.{leaf}", part))
-        return fields
+        parts: Any = space.spaces
+        if isinstance(space, spaces.Tuple):
+            parts = {f"item_{place}": part for place, part in enumerate(parts)}
+        return {leaf: field for key in parts for leaf, field in _fields(f"{name}.{key}", parts[key]).items()}
     if space.shape is None or space.dtype is None or isinstance(space, (spaces.Text, spaces.Sequence, spaces.Graph)):
         raise TypeError(
             f"{name} has the space {space}, which has no fixed shape and dtype; describe the fields yourself, with "

@@ -25,7 +25,6 @@ from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
 from gpu_replay.engines.memory import MakeMemory, StoragePath
 from gpu_replay.engines.storage import UNIFORM
 from gpu_replay.engines.trajectory_storage import (
-    REWARD,
     Autoreset,
     Padding,
     StreamSettings,
@@ -33,23 +32,15 @@ from gpu_replay.engines.trajectory_storage import (
     check_sequences,
     check_stream_fields,
 )
-from gpu_replay.fields import Field
+from gpu_replay.fields import FLAG, REWARD, Field
 from gpu_replay.hindsight import Hindsight, check_saved_relabel
 from gpu_replay.samplers import Sampler, Sequences
-from gpu_replay.spaces import (
-    ASSUMED_AUTORESET,
-    autoreset_name,
-    step_fields,
-    vector_settings,
-    warn_of_stacks,
-)
+from gpu_replay.spaces import ASSUMED_AUTORESET, autoreset_name, step_fields, vector_settings, warn_of_stacks
 
 if TYPE_CHECKING:
     from gymnasium import Env, Space
     from gymnasium.vector import AutoresetMode, VectorEnv
     from typing_extensions import Never, Self
-
-_FLAG = Field((), torch.bool)
 
 
 @never_traced
@@ -135,7 +126,7 @@ class TrajectoryReplayBuffer(Buffer):
             warn_of_assumed_autoreset()
         self._shape = self._settings.shape
         super().__init__(self._shape.slots, checked, sampler, device, seed, storage_device, storage_path)
-        self._step_fields = {**self._fields, "reward": REWARD, "terminated": _FLAG, "truncated": _FLAG}
+        self._step_fields = {**self._fields, "reward": REWARD, "terminated": FLAG, "truncated": FLAG}
         observations, on_host = self._streams.observations, self._on_host
         self._checks, self._names = validation.checks_of(self._step_fields, on_host=on_host), self._step_fields.keys()
         self._input = StepInput(self._step_fields, observations, self._settings, self._device, on_host=on_host)
@@ -353,7 +344,7 @@ class TrajectoryReplayBuffer(Buffer):
         else:
             if (mask := validation.as_tensor("envs", envs, device)).dtype != torch.bool:
                 raise TypeError(f"envs must be a mask of bool, one for each environment; found {mask.dtype}.")
-            chosen = validation.as_field("envs", mask, _FLAG, count, device, on_host=on_host, steps=True)
+            chosen = validation.as_field("envs", mask, FLAG, count, device, on_host=on_host, steps=True)
         with self._lock:
             self._engine.break_streams(chosen)
 

@@ -81,8 +81,6 @@ def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
             return value.to(torch.int64)
         return value.detach() if value.requires_grad else value
     array = _array_from(name, value)
-    if array.dtype not in TORCH_OF:
-        return torch.from_numpy(_storable(name, array))
     # torch takes neither negative strides nor those of a packed record
     if not array.flags.writeable or any(stride < 0 or stride % array.itemsize for stride in array.strides):
         array = array.copy()
@@ -180,21 +178,25 @@ def _masked(value: Any) -> bool:
 
 
 def _array_from(name: str, value: Any) -> np.ndarray:
-    if type(value) is np.ndarray:
-        return value
-    if _masked(value):
-        raise TypeError(f"{name!r} must be an array without a mask; found a masked one: fill it with .filled(number).")
-    if not isinstance(value, (list, tuple)) and isinstance(value, DICTIONARIES):
-        parts = ", ".join(map(repr, value.keys()))
-        raise TypeError(f"{name!r} must be a tensor or an array; found a dictionary of {parts}.")
-    try:
-        return np.asarray(value)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise TypeError(f"{name!r} must be a tensor or an array; found {type(value).__name__}: {error}") from None
+    """What is no tensor as an array of a dtype that torch has: unsigned and byte-swapped numbers are converted.
 
-
-def _storable(name: str, array: np.ndarray) -> np.ndarray:
-    """Convert unsigned and byte-swapped numbers to dtypes that torch has; TypeError for anything else."""
+    Raises TypeError for what is no array of plain numbers.
+    """
+    array = value
+    if type(value) is not np.ndarray:
+        if _masked(value):
+            raise TypeError(
+                f"{name!r} must be an array without a mask; found a masked one: fill it with .filled(number)."
+            )
+        if not isinstance(value, (list, tuple)) and isinstance(value, DICTIONARIES):
+            parts = ", ".join(map(repr, value.keys()))
+            raise TypeError(f"{name!r} must be a tensor or an array; found a dictionary of {parts}.")
+        try:
+            array = np.asarray(value)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise TypeError(f"{name!r} must be a tensor or an array; found {type(value).__name__}: {error}") from None
+    if array.dtype in TORCH_OF:
+        return array
     native = array.astype(array.dtype.newbyteorder("="))
     if native.dtype in TORCH_OF:
         return native
@@ -207,18 +209,17 @@ def as_array(name: str, value: Any, device: torch.device) -> np.ndarray | Tensor
     """The value on the CPU as an array of numbers that can be stored; a tensor of other numbers, or of bfloat16, which
     NumPy lacks, as it is.
     """
-    if isinstance(value, Tensor):
-        tensor = as_tensor(name, value, device)
-        return numpy_view(name, tensor) if tensor.dtype in _NUMPY_OF else tensor
-    array = _array_from(name, value)
-    return array if array.dtype in TORCH_OF else _storable(name, array)
+    if not isinstance(value, Tensor):
+        return _array_from(name, value)
+    tensor = as_tensor(name, value, device)
+    return numpy_view(name, tensor) if tensor.dtype in _NUMPY_OF else tensor
 
 
 def as_stored(name: str, value: np.ndarray | Tensor, dtype: torch.dtype) -> np.ndarray:
     """Convert a result of `as_array` to the dtype of a field, as `as_numpy` shows it; raises as `cast` does."""
     if isinstance(value, Tensor) or dtype is torch.bfloat16:
         tensor = value if isinstance(value, Tensor) else as_tensor(name, value, torch.device("cpu"))
-        return numpy_view(name, tensor if tensor.dtype is dtype else cast(name, tensor, dtype))
+        return numpy_view(name, cast(name, tensor, dtype))
     target = _NUMPY_OF[dtype]
     if value.dtype == target:
         return value
@@ -324,9 +325,7 @@ def as_field(
         raise ValueError(f"field {name!r} needs shape {expected}; found {list(shape)}.{hint}")
     if rows is not None and shape[0] != rows:
         raise ValueError(f"field {name!r} has {shape[0]} rows where the others of this add have {rows}.")
-    if on_host:
-        return as_stored(name, array, field.dtype)
-    return array if array.dtype == field.dtype else cast(name, array, field.dtype)
+    return (as_stored if on_host else cast)(name, array, field.dtype)
 
 
 @cache
@@ -494,14 +493,13 @@ def check_generators(values: object, device: torch.device) -> tuple[torch.Genera
     """Generators of this device, or TypeError / ValueError."""
     if not isinstance(values, Iterable):
         raise TypeError(f"generators must be a list of torch.Generator; found {type(values).__name__}.")
-    checked = []
-    for value in values:
+    checked = tuple(values)
+    for value in checked:
         if not isinstance(value, torch.Generator):
             raise TypeError(f"generators must be of type torch.Generator; found {type(value).__name__}.")
         if value.device.type != device.type:
             raise ValueError(f"generators must be on {device}; found one on {value.device}.")
-        checked.append(value)
-    return tuple(checked)
+    return checked
 
 
 def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> int:

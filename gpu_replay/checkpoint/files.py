@@ -1,21 +1,18 @@
-"""Files replaced atomically, synced and locked against a second saver, and a bar of progress while they are written.
-
-The bar goes to standard error, so that standard output holds results only.
-"""
+"""Files replaced atomically, synced and locked against a second saver; and how a program shows that they are moved."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
-from gpu_replay.errors import CheckpointError
+from gpu_replay.checkpoint import CheckpointError
 
 
 def replace_file(path: Path, write: Callable[[Path], object], *, partial: Path | None = None) -> Path:
@@ -33,6 +30,19 @@ def replace_file(path: Path, write: Callable[[Path], object], *, partial: Path |
         partial.unlink(missing_ok=True)
         raise
     return path
+
+
+def replace_json(path: Path, value: Any, *, partial: Path) -> None:
+    """Replace a file by a JSON value; when this returns, that is on the disk."""
+
+    def write(made: Path) -> None:
+        # never through a link: "x" is O_EXCL
+        with open(made, "x", encoding="utf-8") as out:
+            json.dump(value, out, indent=1)
+            sync_file(out)
+
+    replace_file(path, write, partial=partial)
+    sync_folder(path.parent)
 
 
 def sync_file(file: IO[Any]) -> None:
@@ -99,34 +109,11 @@ def save_lock(folder: Path, target: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-SHOWN_FROM = 10**9
-"""Bytes from which saving and loading show a bar."""
+def _silent(title: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
+    """Show nothing."""
+    return nullcontext(lambda nbytes: None)
 
 
-def progress_bar(total: float, **options: Any) -> Any:
-    """tqdm with `options`, refreshed rarely where standard error is a log file. Raises ImportError without tqdm."""
-    from tqdm import tqdm
-
-    class Bar(tqdm):
-        # without the thread that draws bars which nobody advances
-        monitor_interval = 0
-
-    # of its own: a signal handler that raises can leave the lock that all bars share held for ever
-    Bar.set_lock(threading.RLock())
-    # in a log file every refresh is a line of its own
-    interval = 0.2 if sys.stderr.isatty() else 30.0
-    return Bar(total=total, file=sys.stderr, dynamic_ncols=True, mininterval=interval, miniters=1, **options)
-
-
-@contextmanager
-def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A callback for the bytes moved since its last call; large totals show a bar if tqdm is installed."""
-    try:
-        bar = progress_bar(total, desc=title, unit="B", unit_scale=True, leave=False) if total > SHOWN_FROM else None
-    except ImportError:
-        bar = None
-    if bar is None:
-        yield lambda nbytes: None
-        return
-    with bar:
-        yield bar.update
+# how a program shows its users what is saved or loaded, given a title and the bytes of all; within it each call counts
+# the bytes moved since the last one
+show = _silent

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_replay.checkpoint.files import bytes_bar, replace_file, require_free, save_lock, sync_file, sync_folder
+from gpu_replay.checkpoint import CheckpointError, files
+from gpu_replay.checkpoint.files import replace_json, require_free, save_lock, sync_folder
 from gpu_replay.checkpoint.shards import (
     DTYPE_NAMES,
     DTYPES,
@@ -43,7 +44,6 @@ from gpu_replay.checkpoint.shards import (
     synchronize,
     write_shard,
 )
-from gpu_replay.errors import CheckpointError
 from gpu_replay.validation import check_path
 
 FORMAT = "gpu_replay checkpoint"
@@ -53,6 +53,8 @@ MANIFEST = "manifest.json"
 RANKS = "ranks.json"
 UNFINISHED_MANIFEST = ".manifest.json.saving"
 
+# dtype and shape of a tensor
+Kind = tuple[torch.dtype, tuple[int, ...]]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -67,42 +69,28 @@ class Manifest:
     """
 
     given: dict[str, Any]
-    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    shapes: dict[str, Kind]
     shards: tuple[Shard, ...]
     sha256: str
 
 
 def write_manifest(folder: Path, given: Mapping[str, Any], shards: Sequence[Shard]) -> None:
     """Put a new manifest in force: from the rename on, these shards are the checkpoint."""
-    body = {"manifest": given, **described(shards)}
-    outer = {"format": FORMAT, "version": VERSION, "sha256": _body_sha256(body), "body": body}
-
-    def write(path: Path) -> None:
-        # never through a link: "x" is O_EXCL
-        with open(path, "x", encoding="utf-8") as out:
-            json.dump(outer, out, indent=1)
-            sync_file(out)
-
-    replace_file(folder / MANIFEST, write, partial=folder / UNFINISHED_MANIFEST)
-    sync_folder(folder)
-
-
-def described(shards: Sequence[Shard]) -> dict[str, Any]:
-    """Shards, and the dtypes and shapes of their tensors, as JSON values."""
     parts = [part for shard in shards for part in shard.parts]
-    return {
-        "tensors": {part.name: {"dtype": DTYPE_NAMES[part.dtype], "shape": part.shape} for part in parts},
-        "pieces": [
-            {
-                "file": shard.file,
-                "bytes": shard.nbytes,
-                "modified_ns": shard.modified,
-                "sha256": shard.sha256,
-                "holds": {part.name: [part.start, part.stop] for part in shard.parts},
-            }
-            for shard in shards
-        ],
-    }
+    pieces = [
+        {
+            "file": shard.file,
+            "bytes": shard.nbytes,
+            "modified_ns": shard.modified,
+            "sha256": shard.sha256,
+            "holds": {part.name: [part.start, part.stop] for part in shard.parts},
+        }
+        for shard in shards
+    ]
+    tensors = {part.name: {"dtype": DTYPE_NAMES[part.dtype], "shape": part.shape} for part in parts}
+    body = {"manifest": given, "tensors": tensors, "pieces": pieces}
+    outer = {"format": FORMAT, "version": VERSION, "sha256": _body_sha256(body), "body": body}
+    replace_json(folder / MANIFEST, outer, partial=folder / UNFINISHED_MANIFEST)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -178,11 +166,11 @@ def _count(value: Any) -> int:
     return value
 
 
-def _shape(described: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+def _shape(described: Any) -> Kind:
     return DTYPES[described["dtype"]], tuple(_count(side) for side in described["shape"])
 
 
-def _shard(described: Any, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Shard:
+def _shard(described: Any, shapes: Mapping[str, Kind]) -> Shard:
     file, sha256, modified = described["file"], described["sha256"], described.get("modified_ns")
     if not SHARD_NAME.fullmatch(file) or not _SHA256.fullmatch(sha256):
         raise ValueError(f"{file!r} with checksum {sha256!r} is no piece of a checkpoint")
@@ -192,7 +180,7 @@ def _shard(described: Any, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ..
     return Shard(file, parts, sha256, modified)
 
 
-def _check_rows(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], shards: Sequence[Shard]) -> None:
+def _check_rows(shapes: Mapping[str, Kind], shards: Sequence[Shard]) -> None:
     """Raise ValueError unless the shards hold each row of each tensor once, and each file is one shard."""
     if len({shard.file for shard in shards}) < len(shards):
         raise ValueError("a file is listed twice")
@@ -233,41 +221,29 @@ def write_checkpoint(
     json.dumps(manifest)
     contents = split_into_shards(tensors, shard_bytes)
     synchronize(tensors.values())
-    with writing(path) as (folder, before):
-        try:
-            write_manifest(folder, manifest, write_shards(folder, contents, tensors))
-        except OSError as error:
-            state = "The checkpoint that was there is unharmed." if before else "There was no checkpoint before."
-            raise OSError(error.errno, f"saving to {folder} failed: {error.strerror}. {state}") from error
-
-
-@contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[tuple[Path, set[str]]]:
-    """The folder of a checkpoint `path`, made if missing, and the files there that must survive a failure.
-
-    Whoever enters writes shards and then a manifest; on leaving, the shards that the manifest does not name are gone.
-    After an error the old checkpoint is as it was.
-    """
-    target = Path(os.path.realpath(check_path("path", path)))
-    made = not target.exists()
+    folder = Path(os.path.realpath(check_path("path", path)))
+    made = not folder.exists()
     # another save may make it at the same time, and then holds the lock
     if made:
-        target.mkdir(parents=True, exist_ok=True)
-    with save_lock(target, target):
-        _refuse_other_contents(target)
-        before = files_in_force(target)
-        _remove_shards(target, keep=before)
+        folder.mkdir(parents=True, exist_ok=True)
+    with save_lock(folder, folder):
+        _refuse_other_contents(folder)
+        before = files_in_force(folder)
+        _remove_shards(folder, keep=before)
         try:
-            yield target, before
-        except BaseException:
+            write_manifest(folder, manifest, write_shards(folder, contents, tensors))
+        except BaseException as error:
             with suppress(OSError):
-                _remove_shards(target, keep=before | files_in_force(target))
+                _remove_shards(folder, keep=before | files_in_force(folder))
                 if made:
-                    target.rmdir()
-            raise
-        _remove_shards(target, keep=files_in_force(target))
+                    folder.rmdir()
+            if not isinstance(error, OSError):
+                raise
+            state = "The checkpoint that was there is unharmed." if before else "There was no checkpoint before."
+            raise OSError(error.errno, f"saving to {folder} failed: {error.strerror}. {state}") from error
+        _remove_shards(folder, keep=files_in_force(folder))
         if made:
-            sync_folder(target.parent)
+            sync_folder(folder.parent)
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -336,10 +312,10 @@ class Checkpoint:
             return shard.nbytes
 
         total = sum(shard.nbytes for shard in shards)
-        with self._unless_replaced(), bytes_bar(f"loading {self.path.name}", total) as advance:
+        with self._unless_replaced(), files.show(f"loading {self.path.name}", total) as advance:
             in_parallel(read, shards, advance)
 
-    def shape_of(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    def shape_of(self, name: str) -> Kind:
         """Dtype and shape of a stored tensor."""
         if name not in self._manifest.shapes:
             raise CheckpointError(f"{self.path} holds no tensor {name!r}; it holds {sorted(self._manifest.shapes)}.")
@@ -361,9 +337,7 @@ class Checkpoint:
             ) from error
 
 
-def check_fit(
-    source: str, tensors: Mapping[str, Tensor], shape_of: Callable[[str], tuple[torch.dtype, tuple[int, ...]]]
-) -> None:
+def check_fit(source: str, tensors: Mapping[str, Tensor], shape_of: Callable[[str], Kind]) -> None:
     """Raise CheckpointError unless a source has, by name, the dtypes and shapes of tensors that it is to fill."""
     for name, out in tensors.items():
         (dtype, shape), asked = shape_of(name), tuple(out.shape)
@@ -376,38 +350,36 @@ def check_fit(
 
 def write_shards(folder: Path, contents: list[tuple[Part, ...]], tensors: Mapping[str, Tensor]) -> list[Shard]:
     """The shards with these contents: those that the manifest in force does not name are written, and all synced."""
-    token = secrets.token_hex(4)
-    in_force = _intact_shards(folder)
-    shards: list[Shard] = []
+    token, in_force = secrets.token_hex(4), _intact_shards(folder)
+    earlier = {place: in_force.get(_rows_of(parts)) for place, parts in enumerate(contents)}
     hashes: dict[int, str] = {}
+    shards: dict[int, Shard] = {}
 
-    def keep_or_note(hashed: tuple[int, str]) -> None:
-        place, sha256 = hashed
-        earlier = in_force[_rows_of(contents[place])]
-        if sha256 == earlier.sha256:
-            # the whole tensor may have grown or shrunk around these rows
-            stored(replace(earlier, parts=contents[place]))
-        else:
-            hashes[place] = sha256
+    def compare(place: int) -> tuple[int, Shard | None]:
+        found = earlier[place]
+        hashes[place] = sha256_of(contents[place], tensors)
+        if found is None or hashes[place] != found.sha256:
+            return place, None
+        # the whole tensor may have grown or shrunk around these rows
+        return place, replace(found, parts=contents[place])
 
-    def store(place: int) -> Shard:
-        return write_shard(
-            folder, f"piece-{token}-{place:05d}.safetensors", contents[place], tensors, hashes.get(place)
-        )
+    def store(place: int) -> tuple[int, Shard]:
+        file = f"piece-{token}-{place:05d}.safetensors"
+        return place, write_shard(folder, file, contents[place], tensors, hashes.get(place))
 
-    def stored(shard: Shard) -> None:
-        shards.append(shard)
-        advance(shard.nbytes)
+    def note(done: tuple[int, Shard | None]) -> None:
+        place, shard = done
+        if shard is not None:
+            shards[place] = shard
+            advance(shard.nbytes)
 
-    candidates = [place for place, parts in enumerate(contents) if _rows_of(parts) in in_force]
-    with bytes_bar(f"saving {folder.name}", sum(map(file_bytes, contents))) as advance:
-        in_parallel(lambda place: (place, sha256_of(contents[place], tensors)), candidates, keep_or_note)
-        changed = sorted({*range(len(contents))} - {*candidates} | {*hashes})
+    with files.show(f"saving {folder.name}", sum(map(file_bytes, contents))) as advance:
+        in_parallel(compare, [place for place, shard in earlier.items() if shard is not None], note)
+        changed = [place for place in earlier if place not in shards]
         require_free(folder, sum(file_bytes(contents[place]) for place in changed))
-        in_parallel(store, changed, stored)
+        in_parallel(store, changed, note)
     sync_folder(folder)
-    order = {parts: place for place, parts in enumerate(contents)}
-    return sorted(shards, key=lambda shard: order[shard.parts])
+    return [shards[place] for place in earlier]
 
 
 def _rows_of(parts: tuple[Part, ...]) -> tuple[tuple[str, int, int], ...]:

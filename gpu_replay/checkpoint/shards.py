@@ -19,7 +19,7 @@ import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -27,8 +27,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from gpu_replay.checkpoint import CheckpointError
 from gpu_replay.checkpoint.files import sync_file
-from gpu_replay.errors import CheckpointError
 
 SHARD_NAME = re.compile(r"piece-[0-9a-f]{8}-\d{5}\.safetensors")
 
@@ -99,11 +99,17 @@ class Shard:
 
     def is_intact(self, folder: Path) -> bool:
         """Whether the file lies in the folder as it was left, as far as that shows without reading it."""
-        try:
-            status = os.lstat(folder / self.file)
-        except OSError:
-            return False
-        return stat.S_ISREG(status.st_mode) and (status.st_size, status.st_mtime_ns) == (self.nbytes, self.modified)
+        status = _status(folder / self.file, os.lstat)
+        return status is not None and (status.st_size, status.st_mtime_ns) == (self.nbytes, self.modified)
+
+
+def _status(file: Path, look: Callable[[Path], os.stat_result]) -> os.stat_result | None:
+    """What one call says of a regular file, as another save may remove it between two; None for anything else."""
+    try:
+        status = look(file)
+    except OSError:
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
 
 
 def split_into_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[tuple[Part, ...]]:
@@ -111,8 +117,6 @@ def split_into_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[t
 
     The widest type comes first, which aligns every part. Raises ValueError for what safetensors cannot hold.
     """
-    if shard_bytes < 1:
-        raise ValueError(f"shard_bytes must be at least 1; found {shard_bytes}.")
     shards: list[tuple[Part, ...]] = []
     shared: tuple[Part, ...] = ()
     small = min(shard_bytes, SHARED_SHARD_BYTES)
@@ -223,12 +227,8 @@ def write_shard(
 
 def check_length(folder: Path, shard: Shard) -> None:
     """Raise CheckpointError if the file is missing, or longer or shorter than it was written."""
-    # one call: another save may remove the file between two
-    try:
-        status = os.stat(folder / shard.file)
-    except OSError:
-        raise _damaged(folder, shard, "it is missing") from None
-    if not stat.S_ISREG(status.st_mode):
+    status = _status(folder / shard.file, os.stat)
+    if status is None:
         raise _damaged(folder, shard, "it is missing")
     if status.st_size != shard.nbytes:
         raise _damaged(folder, shard, f"it was written with {shard.nbytes} bytes and now has {status.st_size}")
@@ -242,21 +242,23 @@ def read_shard(folder: Path, shard: Shard, targets: Mapping[str, Tensor]) -> Non
     header = header_of(shard.parts)
     digest = hashlib.sha256(header)
     check_length(folder, shard)
-    with _explained(folder, shard), open(folder / shard.file, "rb") as file:
-        stored = bytearray(len(header))
-        if file.readinto(memoryview(stored)) != len(stored) or stored != header:
-            raise _damaged(folder, shard, "its header is not the one that was written")
-        for part in shard.parts:
-            # what is not wanted counts for the checksum
-            for chunk in _chunks(targets[part.name] if part.name in targets else part.empty()):
-                direct = chunk.is_cpu and chunk.is_contiguous()
-                host = chunk if direct else torch.empty(chunk.shape, dtype=chunk.dtype, device="cpu")
-                data = _bytes(host)
-                if file.readinto(data) != len(data):
-                    raise _damaged(folder, shard, "it ends too early")
-                digest.update(data)
-                if not direct:
-                    chunk.copy_(host)
+    try:
+        with open(folder / shard.file, "rb") as file:
+            if file.read(len(header)) != header:
+                raise _damaged(folder, shard, "its header is not the one that was written")
+            for part in shard.parts:
+                # what is not wanted counts for the checksum
+                for chunk in _chunks(targets[part.name] if part.name in targets else part.empty()):
+                    direct = chunk.is_cpu and chunk.is_contiguous()
+                    host = chunk if direct else torch.empty(chunk.shape, dtype=chunk.dtype, device="cpu")
+                    data = _bytes(host)
+                    if file.readinto(data) != len(data):
+                        raise _damaged(folder, shard, "it ends too early")
+                    digest.update(data)
+                    if not direct:
+                        chunk.copy_(host)
+    except OSError as error:
+        raise _damaged(folder, shard, f"it cannot be read ({error.strerror})") from error
     if digest.hexdigest() != shard.sha256:
         raise _damaged(folder, shard, "its checksum differs, so it was changed after it was written")
 
@@ -273,15 +275,6 @@ def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, not copied."""
     # a single element counts as contiguous whatever its stride is
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
-
-
-@contextmanager
-def _explained(folder: Path, shard: Shard) -> Iterator[None]:
-    """Raise errors of the file system as CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        raise _damaged(folder, shard, f"it cannot be read ({error.strerror})") from error
 
 
 def _damaged(folder: Path, shard: Shard, what: str) -> CheckpointError:

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.checkpoint.format import check_fit, check_version, read_checkpoint, write_checkpoint
-from gpu_replay.errors import CheckpointError
+from gpu_replay.checkpoint import CheckpointError
+from gpu_replay.checkpoint.format import Kind, check_fit, check_version, read_checkpoint, write_checkpoint
 from gpu_replay.fields import Field
 from gpu_replay.ops.counters import ADDED_LATER, LASTING, counter_values
 from gpu_replay.samplers import LinearSchedule, RankBased, Sampler, Sequences
@@ -258,7 +258,7 @@ def checked_snapshot(buffer: BufferState, snapshot: Mapping[str, Any]) -> Callab
             raise TypeError(f"the state's {name} must be a dictionary; found {type(snapshot[name]).__name__}.")
     tensors = snapshot["tensors"]
 
-    def shape_of(name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    def shape_of(name: str) -> Kind:
         if name not in tensors:
             raise KeyError(f"the state lacks the tensor {name!r}.")
         found = tensors[name]
@@ -327,15 +327,14 @@ class BufferCheckpoint:
         with self.refusing("the manifest is not of a replay buffer"):
             version, self.config = manifest["version"], dict(manifest["settings"])
             self.seed, found = check_int("seed", manifest["seed"]), self.config["kind"]
-        check_version(f"{path} has state version", version, VERSION)
-        if found == OF_RANKS:
-            raise CheckpointError(
-                f"{path} was written by {OF_RANKS}; gpu_replay 0.3 is the last version that reads it. There "
-                "ReplayBuffer.load makes one buffer of it, whose own checkpoint this version loads."
-            )
-        if kind not in (None, found):
-            raise CheckpointError(f"{path} holds a {found}; load it with {found}.load.")
-        with self.refusing("the manifest is not of a replay buffer"):
+            check_version(f"{path} has state version", version, VERSION)
+            if found == OF_RANKS:
+                raise CheckpointError(
+                    f"{path} was written by {OF_RANKS}; gpu_replay 0.3 is the last version that reads it. There "
+                    "ReplayBuffer.load makes one buffer of it, whose own checkpoint this version loads."
+                )
+            if kind not in (None, found):
+                raise CheckpointError(f"{path} holds a {found}; load it with {found}.load.")
             self.counters = checked_counters(manifest["counters"])
 
     @contextmanager

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_replay.checkpoint import CheckpointError
 from gpu_replay.checkpoint.format import Checkpoint
 from gpu_replay.checkpoint.shards import Part
 from gpu_replay.checkpoint.state import BufferCheckpoint, BufferState, field_from, sampler_from
-from gpu_replay.errors import CheckpointError
 from gpu_replay.fields import Field
 from gpu_replay.ops.masses import MassRule
 from gpu_replay.ops.ranks import cumulative_masses

@@ -15,7 +15,7 @@ from gpu_replay.console.errors import UserError
 from gpu_replay.engines.memory import check_placement
 from gpu_replay.engines.state import META, sizes_of
 from gpu_replay.engines.storage import Storage, check_capacity, check_device, size_table, sizes_by_place
-from gpu_replay.engines.trajectory_storage import stream_sizes
+from gpu_replay.engines.trajectory_storage import Autoreset, StreamSettings, TrajectoryStorage, check_stream_fields
 from gpu_replay.fields import STORABLE, check_fields
 from gpu_replay.ops._backend import Backend, choose
 from gpu_replay.samplers import Sampler, Sequences
@@ -70,6 +70,21 @@ def _field(text: str) -> tuple[str, Field]:
         return name, Field(sides, DTYPES[dtype])
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+
+def stream_sizes(
+    capacity: int,
+    num_envs: int,
+    fields: Mapping[str, Field],
+    autoreset: Autoreset,
+    sampler: Sampler,
+    backend: Backend,
+    sequences: Sequences | None = None,
+) -> dict[str, int]:
+    """Bytes that a trajectory buffer would take, by name; raises as the buffer itself does."""
+    checked = check_stream_fields(fields)
+    settings = StreamSettings(capacity, num_envs, autoreset=autoreset, sequences=sequences).checked(checked)
+    return sizes_of(TrajectoryStorage(settings, checked, META), sampler, backend)
 
 
 def stream_bytes(capacity: int, num_envs: int, fields: Mapping[str, Field], sampler: str, device: torch.device) -> int:

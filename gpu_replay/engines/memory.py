@@ -223,17 +223,21 @@ class Placement:
         return "in pinned host memory" if self.pinned else f"on {self.device}"
 
 
+def known_device(name: str, device: Any) -> torch.device:
+    """The device of this name, or ValueError where torch knows none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{name} {device!r} is not one that torch knows: {str(error).splitlines()[0]}") from None
+
+
 def check_placement(device: torch.device, storage_device: object, storage_path: object) -> Placement:
     """The placement of the fields of a buffer on this device, or TypeError / ValueError that names the choices."""
     path = None if storage_path is None else Path(os.path.abspath(check_path("storage_path", storage_path)))
     if storage_device is None:
         asked = torch.device("cpu") if storage_path is not None else device
     elif isinstance(storage_device, (str, torch.device)):
-        try:
-            asked = torch.device(storage_device)
-        except RuntimeError as error:
-            first = str(error).splitlines()[0]
-            raise ValueError(f"storage_device {storage_device!r} is not one that torch knows: {first}") from None
+        asked = known_device("storage_device", storage_device)
     else:
         raise TypeError(f'storage_device must be a device such as "cpu"; found {storage_device!r}.')
     if asked.type == device.type and asked.index in (None, device.index):

@@ -7,7 +7,6 @@ instead of one for each field.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.memory import MakeMemory, Placement, ReadAhead, free_on_disk
+from gpu_replay.engines.memory import MakeMemory, Placement, ReadAhead, free_on_disk, known_device
 from gpu_replay.fields import Field, as_numpy
 from gpu_replay.ops._backend import choose
 from gpu_replay.ops.steps import Streams
@@ -42,15 +41,11 @@ def free_bytes(device: torch.device) -> int | None:
 
 def _available_memory() -> int | None:
     try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
+        # other systems than Linux
         return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _left_in_cgroup() -> int | None:
@@ -112,10 +107,7 @@ def check_device(device: torch.device | str | None) -> torch.device:
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        resolved = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device {device!r} is not one that torch knows: {str(error).splitlines()[0]}") from None
+    resolved = known_device("device", device)
     if resolved.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f'device {str(device)!r}: torch finds no CUDA device here; use device="cpu".')

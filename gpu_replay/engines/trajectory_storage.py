@@ -12,16 +12,13 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.memory import MakeMemory
-from gpu_replay.engines.state import META, sizes_of
 from gpu_replay.engines.storage import Storage, check_capacity
-from gpu_replay.fields import Field, check_fields
-from gpu_replay.hindsight import Hindsight, check_relabel
-from gpu_replay.ops._backend import Backend
+from gpu_replay.fields import REWARD, Field, check_fields
+from gpu_replay.hindsight import Hindsight, check_hindsight
 from gpu_replay.ops.steps import Streams, StreamShape
-from gpu_replay.samplers import Sampler, Sequences
+from gpu_replay.samplers import Sequences
 from gpu_replay.validation import check_bool, check_choice, check_float, check_int
 
-REWARD = Field((), torch.float32)
 Autoreset = Literal["next_step", "same_step", "disabled"]
 Padding = Literal["reset", "zero"]
 
@@ -60,8 +57,7 @@ class StreamSettings:
     sequences: Sequences | None = None
 
     def __str__(self) -> str:
-        shown = [each.name for each in dataclass_fields(self) if each.repr]
-        shown = [name for name in shown if name != "sequences" or self.sequences is not None]
+        shown = [each.name for each in dataclass_fields(self) if each.repr and getattr(self, each.name) is not None]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
 
     @property
@@ -109,7 +105,8 @@ class StreamSettings:
                 f"environment; capacity {asked} holds {steps} of each of the {envs} environments. Raise the capacity "
                 f"to at least {needed * envs}, or ask for shorter sequences."
             )
-        check_relabel(self.relabel, fields, window)
+        if self.relabel is not None:
+            check_hindsight(self.relabel).check(fields, window)
         if self.relabel is not None and rows is not None:
             raise ValueError("relabel rewrites single steps: make a buffer without sequences, or without relabel.")
         return replace(
@@ -148,21 +145,6 @@ def check_stream_fields(fields: object) -> dict[str, Field]:
     if not any(name == "action" or name.startswith("action.") for name in checked):
         raise ValueError(f"fields need 'action'; found {', '.join(checked)}.")
     return checked
-
-
-def stream_sizes(
-    capacity: int,
-    num_envs: int,
-    fields: Mapping[str, Field],
-    autoreset: Autoreset,
-    sampler: Sampler,
-    backend: Backend,
-    sequences: Sequences | None = None,
-) -> dict[str, int]:
-    """Bytes that a trajectory buffer would take, by name; raises as the buffer itself does."""
-    checked = check_stream_fields(fields)
-    settings = StreamSettings(capacity, num_envs, autoreset=autoreset, sequences=sequences).checked(checked)
-    return sizes_of(TrajectoryStorage(settings, checked, META), sampler, backend)
 
 
 class TrajectoryStorage(Storage):

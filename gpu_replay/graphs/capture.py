@@ -8,9 +8,9 @@ priorities, the optimiser's state) is in device memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -193,32 +193,18 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 Learn = Callable[..., Any]
 
 
-class CapturedBuffer(Protocol):
-    """The calls of a buffer that a step makes."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def sample(self, batch_size: int, *, beta: float | None = None) -> Batch: ...
-
-    def update_priorities(self, keys: Any, priorities: Any) -> None: ...
-
-    # counts the rows that captured calls add
-    def _recording(self, batch: int | None) -> AbstractContextManager[Recorded]: ...
-
-    # orders one replay among the buffer's calls
-    def _replaying(self, batch: int | None, recorded: Recorded) -> AbstractContextManager[None]: ...
-
-
-class LearningStep:
+class LearningStep(CudaGraphCall[Any]):
     """Calls `learn` with a sampled batch and gives the buffer the priorities that it returns.
 
-    Made by `capture` of a buffer. One thread at a time may call it; others may use the buffer meanwhile.
+    Made by `capture` of a buffer. A call returns the output of `learn` without the priorities, or None; once captured
+    the same tensors every time, which the next call overwrites: clone those to keep. It raises as `sample` and
+    `update_priorities` do, and CaptureError, a RuntimeError, where `learn` cannot be captured. One thread at a time may
+    call it; others may use the buffer meanwhile.
     """
 
     def __init__(
         self,
-        buffer: CapturedBuffer,
+        buffer: Any,
         learn: Learn,
         batch_size: int | None,
         beta: float | None,
@@ -236,37 +222,13 @@ class LearningStep:
         self._recorded = Recorded()
         # a method would be a cycle, which keeps a dropped buffer and the memory of its graph until Python looks for it
         call = partial(_learn_once, buffer, learn, self._batch_size, exponent)
-        self._graphed = CudaGraphCall(call, buffer.device, warm_ups=count, generators=checked)
+        super().__init__(call, buffer.device, warm_ups=count, generators=checked)
 
-    @property
-    def captured(self) -> bool:
-        """Whether calls are replays; never on a CPU."""
-        return self._graphed.captured
-
-    @property
-    def replays(self) -> int:
-        """Calls so far that were replays."""
-        return self._graphed.replays
-
-    def __call__(self) -> Any:
-        """Sample, learn, update; returns the output of `learn` without the priorities, or None.
-
-        Once captured it returns the same tensors every time, and the next call overwrites them: clone those to keep.
-        Raises as `sample` and `update_priorities` do, and CaptureError, a RuntimeError, where `learn` cannot be
-        captured.
-        """
-        graphed = self._graphed
-        if not graphed.warm:
-            return graphed()
-        if not graphed.captured:
-            self._capture()
-        with self._buffer._replaying(self._batch_size, self._recorded):
-            return graphed.replay()
-
-    def _capture(self) -> None:
+    def capture(self) -> None:
+        """Capture the step, and count what its calls add."""
         with self._buffer._recording(self._batch_size) as recorded:
             try:
-                self._graphed.capture()
+                super().capture()
             except CaptureError as error:
                 raise CaptureError(
                     f"learn cannot be captured as a CUDA graph: {error}. A graph holds work of the device alone: take "
@@ -276,8 +238,13 @@ class LearningStep:
                 ) from error.__cause__
         self._recorded = recorded
 
+    def replay(self) -> Any:
+        """Make the captured step once, in the order of the buffer's calls."""
+        with self._buffer._replaying(self._batch_size, self._recorded):
+            return super().replay()
 
-def _learn_once(buffer: CapturedBuffer, learn: Learn, batch_size: int | None, beta: float | None) -> Any:
+
+def _learn_once(buffer: Any, learn: Learn, batch_size: int | None, beta: float | None) -> Any:
     """One step, run eagerly or captured."""
     if batch_size is None:
         return _detached(learn())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -29,23 +28,11 @@ _FILES = ("constants", "goals", "masses", "random", "ranks", "ring", "steps", "w
 _NOTE = "gpu_replay compiles its loops for this machine, once, in about half a minute; later runs find them compiled."
 
 _inner: set[Callable[..., Any]] = set()
-# a signal handler may ask for a loop while its thread compiles another
-_lock = threading.RLock()
 # that callers have waited for compiled code so far
 waited_seconds = 0.0
 _notified = False
 # how a program tells its users that loops are compiled; without it only a terminal is told
 tell: Callable[[str], object] | None = None
-
-
-def _forget_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    # another thread of the parent may have held it
-    os.register_at_fork(after_in_child=_forget_lock)
 
 
 @cache
@@ -94,10 +81,10 @@ class Loop:
     def compiled(self) -> Callable[..., Any]:
         """Return the machine code, or the function itself when nothing is compiled.
 
-        This thread compiles, while others wait. A signal handler that raises, such as that of Ctrl-C, ends it at once:
-        nothing of the loop is kept, and the next call compiles it again. An interrupt that falls into the import of
-        Numba, or into a step in which Numba holds a lock of its own, can leave Numba itself unusable for the rest of
-        the process: then start the program again.
+        This thread compiles; Numba lets others wait, which then find the code on the disk. A signal handler that
+        raises, such as that of Ctrl-C, ends it at once: nothing of the loop is kept, and the next call compiles it
+        again. An interrupt that falls into the import of Numba, or into a step in which Numba holds a lock of its own,
+        can leave Numba itself unusable for the rest of the process: then start the program again.
         """
         global waited_seconds
         if self._code is None:
@@ -107,27 +94,24 @@ class Loop:
         return self._code or self.function
 
     def _compile(self) -> None:
-        with _lock:
-            if self._code is not None:
-                return
-            if compiler() is None:
-                self._code = self.function
-                return
-            made = None
-            try:
-                made = self._dispatcher(cache=True)
-                if not any(_kept(made, f"*{made.py_func.__qualname__}-*.nbi")):
-                    _notify()
-                self._code = self._machine_code(made)
-            except Exception:
-                # any error of a damaged file, a full disk or a read-only folder: an error of the loop
-                # itself is raised again without a cache
-                if made is not None:
-                    _remove(made, f"*{made.py_func.__qualname__}-*")
-                self._code = self._machine_code(self._dispatcher(cache=False))
-            else:
-                if made.stats.cache_misses:
-                    _remove(made, f"*.{self.function.__name__}_*-*", made.py_func.__qualname__)
+        if compiler() is None:
+            self._code = self.function
+            return
+        made = None
+        try:
+            made = self._dispatcher(cache=True)
+            if not any(_kept(made, f"*{made.py_func.__qualname__}-*.nbi")):
+                _notify()
+            self._code = self._machine_code(made)
+        except Exception:
+            # any error of a damaged file, a full disk or a read-only folder: an error of the loop
+            # itself is raised again without a cache
+            if made is not None:
+                _remove(made, f"*{made.py_func.__qualname__}-*")
+            self._code = self._machine_code(self._dispatcher(cache=False))
+        else:
+            if made.stats.cache_misses:
+                _remove(made, f"*.{self.function.__name__}_*-*", made.py_func.__qualname__)
 
     def _dispatcher(self, *, cache: bool) -> Any:
         function = _linked(self.function)
@@ -179,19 +163,8 @@ def _part(function: FunctionType) -> Any:
     return compiler().njit(error_model="numpy", inline="always")(_linked(function))
 
 
-def compile_all() -> dict[str, float]:
-    """Compile every loop, or load it from the cache; returns seconds by name."""
-    seconds = {}
-    for module in _modules():
-        for each in vars(module).values():
-            if isinstance(each, Loop):
-                begin = time.perf_counter()
-                each.compiled()
-                seconds[f"{module.__name__.split('.')[-1]}.{each.function.__name__}"] = time.perf_counter() - begin
-    return seconds
-
-
-def _modules() -> list[ModuleType]:
+def modules() -> list[ModuleType]:
+    """All files with loops."""
     return [import_module(f"gpu_replay.loops.{name}") for name in _FILES]
 
 
@@ -199,7 +172,7 @@ def _modules() -> list[ModuleType]:
 def _digest() -> str:
     """A digest of the code of all loops as it was loaded, and of the constants that they take from their modules."""
     parts: list[str] = []
-    for module in _modules():
+    for module in modules():
         for name, value in sorted(vars(module).items()):
             value = value.function if isinstance(value, Loop) else value
             if isinstance(value, FunctionType):

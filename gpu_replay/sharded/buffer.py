@@ -1,4 +1,23 @@
-"""`ShardedReplay`: the buffers that the ranks of a process group made for their own environments, as one memory."""
+"""`ShardedReplay`: the buffers that the ranks of a process group made for their own environments, as one memory.
+
+Each rank samples from its own buffer, and one small message corrects the weights to those of the whole memory.
+
+Let the buffer of rank `r` of `R` have the total mass `T_r`, let `T` be their sum and `N` the number of all rows that
+can be drawn. One buffer with all rows would sample `i` with P(i) = mass(i) / T, with the weight (N P(i)) ** -beta. Here
+every rank samples equally many rows, so a row of any rank is `i` with q(i) = (1 / R) mass(i) / T_r. Its weight is then
+
+    w(i) = P(i) / q(i) * (N P(i)) ** -beta = (R T_r / T) * (N mass(i) / T) ** -beta
+
+and the expected weighted mean over all rows equals that of one buffer, for every beta. Dividing by the largest weight
+cancels all factors that the ranks share. The rank's own buffer gives its rows the probability p(i) = mass(i) / T_r and
+the weight v(i) = (l_r / mass(i)) ** beta, of some l_r. So any of its rows tells
+
+    g_r = T_r l_r ** -beta = T_r (T_r p(i)) ** -beta / v(i),     and     w(i) / max w = v(i) g_r / max(g):
+
+the ranks exchange only log2(g_r). Nothing is summed over the ranks, so masses need no bound beyond that of each buffer.
+By rank, uniformly, and with samplers of one's own a buffer's share is that of its rows, and their number takes the
+place of T_r.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +37,14 @@ from gpu_replay.base.buffer import Buffer
 from gpu_replay.base.refusals import class_only
 from gpu_replay.batch import Batch
 from gpu_replay.buffer import ReplayBuffer
+from gpu_replay.checkpoint import CheckpointError
 from gpu_replay.checkpoint.format import read_manifest
 from gpu_replay.checkpoint.state import BufferCheckpoint, config_of
 from gpu_replay.engines.host import HostSampler
-from gpu_replay.errors import CheckpointError
 from gpu_replay.ops.counters import Counter
+from gpu_replay.samplers import LinearSchedule
 from gpu_replay.sharded import saving
 from gpu_replay.sharded.group import MAKING, NUMBERS, CollectiveError, Contribution, Group
-from gpu_replay.sharded.weights import correct, exponent_of, log_scale_of, size_of
 from gpu_replay.stats import Stats
 from gpu_replay.trajectory_buffer import TrajectoryReplayBuffer
 
@@ -63,18 +82,49 @@ KINDS: dict[str, Any] = {kind.__name__: kind for kind in (ReplayBuffer, Trajecto
 # what each rank may have its own of
 _OWN_SETTINGS = ("capacity", "num_envs", "final_capacity")
 # what concerns the rank's own buffer alone
-_OWN_CALLS = {
-    "add",
-    "extend",
-    "begin_episodes",
-    "update_priorities",
-    "write",
-    "exclude",
-    "keys",
-    "priorities",
-    "batches",
-    "epoch",
-}
+_OWN_WRITES = ("add", "extend", "begin_episodes", "update_priorities", "write", "exclude")
+_OWN_READS = ("keys", "priorities", "batches", "epoch")
+
+
+def exponent_of(buffer: Buffer, beta: float | None) -> Tensor:
+    """The beta of the next sample, a float64 scalar on the device."""
+    planned = buffer.sampler.base.beta if beta is None else beta
+    if isinstance(planned, LinearSchedule):
+        share = (buffer._counters[Counter.STEP].to(torch.float64) / planned.steps).clamp(max=1.0)
+        return planned.start + (planned.end - planned.start) * share
+    return torch.full((), float(planned), dtype=torch.float64, device=buffer.device)
+
+
+def size_of(buffer: Buffer) -> Tensor:
+    """What the share of a buffer is proportional to, its T_r: a float64 scalar on the device."""
+    state, counts = buffer._state, buffer._counters
+    if state.summed is not None:
+        size = state.summed.levels[-1].sum()
+    elif buffer._tracks_eligibility:
+        size = counts[Counter.ELIGIBLE]
+    elif state.tree is not None and state.excluded:
+        size = (state.tree.masses > 0).sum()
+    else:
+        size = counts[Counter.ADDED] - torch.maximum(counts[Counter.FIRST], counts[Counter.ADDED] - buffer.capacity)
+    return size.to(torch.float64)
+
+
+def log_scale_of(buffer: Buffer, batch: Batch, chance: int, exponent: Tensor) -> Tensor:
+    """log2(g_r) by the row of the largest weight among the first `chance`, which were drawn by chance: float64."""
+    if not chance:
+        return torch.zeros_like(exponent)
+    # a place without dimensions would be read by the host
+    top, size = batch.weight[:chance].argmax(keepdim=True), size_of(buffer)
+    weight, probability = (batch[name][top][0].to(torch.float64) for name in ("weight", "probability"))
+    return size.log2() - exponent * (size * probability).log2() - weight.log2()
+
+
+def correct(batch: Batch, chance: int, log_scale: Tensor, log_scales: Tensor) -> None:
+    """Change one rank's rows, in place, to the weights and probabilities over all ranks."""
+    factor = (log_scale - log_scales.max()).exp2().nan_to_num(0.0)
+    for name, change in (("weight", factor), ("probability", 1.0 / log_scales.numel())):
+        rows = batch[name][:chance]
+        rows.copy_(rows.to(torch.float64) * change)
 
 
 class ShardedReplay:
@@ -140,7 +190,7 @@ class ShardedReplay:
     # calls on this rank's own buffer
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OWN_CALLS:
+        if name in _OWN_WRITES or name in _OWN_READS:
             return getattr(self.buffer, name)
         raise AttributeError(f"ShardedReplay has no {name!r}; shard.buffer, this rank's own buffer, may have it.")
 

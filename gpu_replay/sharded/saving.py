@@ -20,10 +20,10 @@ from os import PathLike
 from pathlib import Path
 
 from gpu_replay.base.buffer import Buffer
-from gpu_replay.checkpoint.files import replace_file, save_lock, sync_file, sync_folder
+from gpu_replay.checkpoint import CheckpointError
+from gpu_replay.checkpoint.files import replace_json, save_lock, sync_folder
 from gpu_replay.checkpoint.format import MANIFEST, RANKS, check_version, read_manifest
 from gpu_replay.checkpoint.state import BufferCheckpoint
-from gpu_replay.errors import CheckpointError
 from gpu_replay.sharded.group import CollectiveError, Contribution, Group
 from gpu_replay.validation import check_path
 
@@ -105,14 +105,8 @@ def _write_part(target: Path, folder: Path, rank: int, buffer: Buffer) -> None:
 def _put_in_force(target: Path, folder: Path, parts: list[str]) -> None:
     """Let a set, whose parts have these checksums, be the one that is loaded."""
     sync_folder(folder)
-
-    def write(path: Path) -> None:
-        with open(path, "x", encoding="utf-8") as out:
-            json.dump({"version": VERSION, "folder": folder.name, "parts": parts}, out, indent=1)
-            sync_file(out)
-
-    replace_file(target / RANKS, write, partial=folder / RANKS)
-    sync_folder(target)
+    said = {"version": VERSION, "folder": folder.name, "parts": parts}
+    replace_json(target / RANKS, said, partial=folder / RANKS)
 
 
 def save(group: Group, buffer: Buffer, path: str | PathLike[str]) -> None:

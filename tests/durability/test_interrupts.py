@@ -50,6 +50,7 @@ from twins import check_batches
 import gpu_replay
 from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.checkpoint import files, shards
+from gpu_replay.console import progress
 from gpu_replay.engines import device_trajectory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.sharded.group import Group
@@ -476,7 +477,8 @@ def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
     try:
         with (
             mock.patch.object(shards, "SHARED_SHARD_BYTES", 100_000),
-            mock.patch.object(files, "SHOWN_FROM", 0),
+            mock.patch.object(progress, "SHOWN_FROM", 0),
+            mock.patch.object(files, "show", progress.bytes_bar),
             redirect_stderr(io.StringIO()),
         ):
             yield {

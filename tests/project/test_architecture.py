@@ -36,7 +36,7 @@ LAYERS = (
     ("kernels", "loops"),
     ("validation", "spaces"),
     ("fields",),
-    ("batch", "errors"),
+    ("batch",),
 )
 RANK = {name: len(LAYERS) - depth for depth, names in enumerate(LAYERS) for name in names}
 # the programs do not know of one another, nor does the core know of them
