@@ -136,7 +136,7 @@ class Sampler(ABC):
         kin = [each.__name__ for each in cls.__mro__ if each.__module__ == __name__ and getattr(each, "kernel", None)]
         if outside and kin:
             raise TypeError(
-                f"{cls.__name__} derives from {kin[0]}, and a device would draw it as that. Derive it from BaseSampler."
+                f"{cls.__name__} derives from {kin[0]}, and a GPU would sample it as that. Derive it from BaseSampler."
             )
         if outside or not cls.__name__.startswith(("_", "Base")):
             Sampler.kinds[cls.__name__] = cls
@@ -282,8 +282,8 @@ class BaseSampler(Sampler):
 class Uniform(BaseSampler):
     """Every stored transition is equally likely.
 
-    replacement: False draws `B` distinct transitions in random order (`B > len(buffer)` is a ValueError);
-                 True draws each row independently.
+    replacement: False samples `B` distinct transitions in random order (`B > len(buffer)` is a ValueError);
+                 True samples each row independently.
     """
 
     kernel = "uniform"
@@ -359,7 +359,7 @@ class Proportional(_Prioritized):
                 once only the last priority counts as given.
     normalize:  weights are divided by the largest in the batch ("batch"), or by the largest that any stored
                 transition could get ("buffer").
-    stratified: one draw from each of `B` equal parts of the total mass; False draws independently.
+    stratified: one sample from each of `B` equal parts of the total mass; False samples independently.
 
     Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
     """
@@ -402,7 +402,7 @@ class RankBased(_Prioritized):
     alpha:        0 is uniform; at least 0.
     beta:         exponent of the importance weights, a number at least 0 or a LinearSchedule.
     initial, normalize: as in Proportional.
-    stratified:   one draw from each of `B` parts of equal probability; False draws independently.
+    stratified:   one sample from each of `B` parts of equal probability; False samples independently.
 
     Ranks are exact at every `sample`. Only the order of priorities matters, so outliers do no harm.
 
@@ -481,7 +481,7 @@ def _some(found: int, needed: int = 1) -> int:
     """What can be drawn, or RuntimeError where it is less than the buffer counted."""
     if found < max(1, needed):
         raise RuntimeError(
-            "fewer transitions can be drawn than were counted. The buffer was changed past its lock, or its memory is "
-            "damaged; load it from a checkpoint."
+            "fewer transitions can be sampled than were counted. The buffer was changed past its lock, or its memory "
+            "is damaged; load it from a checkpoint."
         )
     return found
