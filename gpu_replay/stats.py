@@ -28,7 +28,7 @@ class Stats:
                            without priorities.
     entropy:               of the sampling distribution, in nats; at most log(size), reached when it is uniform.
     effective_sample_size: 1 / sum(P ** 2), in transitions; at most size.
-    mean_age, max_age:     in transitions added since; the newest has age 0.
+    mean_age, max_age:     counted in transitions added since; the newest has age 0.
     mean_times_sampled, max_times_sampled: how often stored transitions have been sampled.
     stale_updates:         keys of updates and writes ignored because they were no longer live.
     rejected_priorities:   non-finite priorities ignored on a GPU, where a check would wait for the device.

@@ -196,7 +196,7 @@ class Recorder:
         draw_curve(self._folder / CURVE, self._title, self.rows, self._threshold, self._settings)
         self._drawn = time.perf_counter()
 
-    def draw_buffer(self, buffer: TrajectoryReplayBuffer) -> None:
+    def plot_buffer(self, buffer: TrajectoryReplayBuffer) -> None:
         """Plot the replay buffer to a file."""
         replace_file(self._folder / BUFFER, buffer.plot)
 
