@@ -14,6 +14,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gpu_replay.ops.counters import Counter, HostWords
@@ -125,7 +126,7 @@ class Sampler(ABC):
 
     kinds: ClassVar[dict[str, type[Sampler]]] = {}
     """Every sampler by its name, for checkpoints, commands and messages; a class is entered when it is defined."""
-    base: BaseSampler
+    base: _RandomSampler
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -156,32 +157,13 @@ class Sampler(ABC):
         return self.newest_of(1) > 0 or not self.base.prioritized
 
 
-class BaseSampler(Sampler):
-    """A sampler that draws at random. To write your own, derive a frozen dataclass:
-
-        @dataclass(frozen=True)
-        class Recent(BaseSampler):
-            window: int = 1_000
-
-            def places(self, total, rows, random):
-                drawn = (random.doubles(rows) * min(self.window, total)).astype(np.int64)
-                return total - 1 - drawn
-
-            def chances(self, places, total):
-                window = min(self.window, total)
-                return np.where(places >= total - window, 1 / window, 0.0)
-
-    It draws from all eligible rows, and works in both buffers on the CPU, in `Combined`, in `stats()` and in
-    checkpoints; a program that loads one must have defined the class. Its fields are numbers, strings, bools, None,
-    LinearSchedule, and tuples, lists and string-keyed dicts of these, and come back as they were; another kind is a
-    TypeError when a buffer is made. A `field(init=False)` may be anything: it is not saved. Weights are
-    `(chance / smallest chance in the batch) ** -beta`, with `beta` 0 unless the class defines it.
-    """
+class _RandomSampler(Sampler):
+    """A sampler that draws at random: what it says of itself, and how it draws on the host."""
 
     # what of priorities is kept: nothing, leaves with sums above them, or leaves alone
     prioritized: ClassVar[bool] = False
     summed: ClassVar[bool] = False
-    # its branch of the draw kernel; without one a device refuses it
+    # its branch of the draw kernel; without one it chooses places
     kernel: ClassVar[Literal["uniform", "mass", "rank"] | None] = None
 
     # for those that have no such settings
@@ -193,26 +175,9 @@ class BaseSampler(Sampler):
     replacement: bool = True
 
     @property
-    def base(self) -> BaseSampler:  # type: ignore[override]
+    def base(self) -> _RandomSampler:  # type: ignore[override]
         """Itself."""
         return self
-
-    @abstractmethod
-    def places(self, total: int, rows: int, random: HostWords) -> np.ndarray:
-        """Choose a place for each row.
-
-        total:   number of places, at least 1: eligible rows, counted from the oldest, or units of mass.
-        random:  its `doubles(n)`, float64 in [0, 1), and `words(n)`, uint64, are the only source of randomness.
-        returns: (rows,) int64 in [0, total).
-        """
-
-    def chances(self, places: np.ndarray, total: int) -> np.ndarray:
-        """Return the probability, (n,) float64, that one row is at each of these places; without priorities.
-
-        Over all places they sum to 1 (to 1e-6): ValueError at the first sample of a buffer from which at most a million
-        rows can be drawn, and in `stats()`.
-        """
-        return np.full(places.size, 1 / total)
 
     def exponent(self, host: HostState) -> float:
         """The exponent of importance weights of the next sample."""
@@ -226,40 +191,20 @@ class BaseSampler(Sampler):
         """Transitions that `rows` rows need, if more than one."""
         return 0
 
+    @abstractmethod
     def draw(self, host: HostState, rows: int, beta: float | None) -> HostDraw:
         """Draw `rows` slots on the host."""
-        slots, parts, total, least = self._rows(host, rows)
+
+    def _weighed(
+        self, host: HostState, beta: float | None, slots: np.ndarray, parts: np.ndarray, total: float, least: float = 0
+    ) -> HostDraw:
+        """What was drawn in (B,) int64 slots.
+
+        parts: (B,), to which their chances are proportional; `total` is the sum of these over all that can be drawn,
+               and `least` the part of the largest weight, 0 for the least of the batch.
+        """
         weight = weights_of((least or parts.min()) / parts, self.exponent(host) if beta is None else beta)
         return slots, (parts / total).astype(np.float32), weight
-
-    def _rows(self, host: HostState, count: int) -> tuple[np.ndarray, np.ndarray, float, float]:
-        """Draw so many rows by chance: (B,) int64 slots; (B,) parts, to which their chances are proportional; the sum
-        of these over all that can be drawn; and the part of the largest weight, 0 for the least of the batch.
-        """
-        total, slots_at = self._drawable(host)
-        places = np.ascontiguousarray(self.places(total, count, host.random), dtype=np.int64)
-        if places.shape != (count,) or places.min() < 0 or places.max() >= total:
-            raise ValueError(f"{self}: places({total}, {count}) must return {count} integers from 0 to {total - 1}.")
-        chances = np.asarray(self.chances(places, total), dtype=np.float64)
-        if chances.shape != (count,) or not (chances > 0).all():
-            raise ValueError(
-                f"{self}: chances of {count} drawn places must be {count} numbers above 0; found {chances}."
-            )
-        if not host.chances_checked and total <= MOST_CHECKED:
-            self._all_chances(total)
-            host.chances_checked = True
-        return slots_at(places), chances, 1.0, 0
-
-    def _all_chances(self, total: int) -> np.ndarray:
-        """The probability, (total,) float64, of each place; ValueError where they are no probabilities."""
-        chances = np.asarray(self.chances(np.arange(total), total), dtype=np.float64)
-        if chances.shape != (total,) or not (chances >= 0).all() or not abs(chances.sum() - 1) <= SUM_TOLERANCE:
-            raise ValueError(
-                f"{self}: chances of all {total} places must be {total} numbers, at least 0, that sum to 1; found "
-                f"shape {list(chances.shape)}, the sum {chances.sum():.7g} and the smallest "
-                f"{chances.min(initial=math.inf):g}. Divide them by their sum over all places."
-            )
-        return chances
 
     def _drawable(
         self, host: HostState, needed: int = 1, *, by_key: bool = True
@@ -273,13 +218,168 @@ class BaseSampler(Sampler):
         within = host.range(tree) if by_key else DrawRange(tree.total())
         return _some(within.total, needed), lambda places: slots_in(tree, within, places)
 
+    @abstractmethod
     def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         """Of one row, given what is kept."""
-        return chance_distribution(self._all_chances(eligible) if eligible else np.zeros(0))
+
+
+class Random(Protocol):
+    """The buffer's random stream, as `BaseSampler.places` takes it."""
+
+    def doubles(self, count: int) -> Tensor:
+        """The next (count,) float64 in [0, 1), on the buffer's device."""
+
+
+class _HostRandom:
+    def __init__(self, words: HostWords) -> None:
+        self._words = words
+
+    def doubles(self, count: int) -> Tensor:
+        return torch.from_numpy(self._words.doubles(count))
+
+
+class _ProbeRandom:
+    """Gives numbers that are of no buffer's stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def doubles(self, count: int) -> Tensor:
+        return torch.linspace(0.0, 0.5, count, dtype=torch.float64, device=self._device)
+
+
+class BaseSampler(_RandomSampler):
+    """The base of samplers of your own: derive a frozen dataclass, written in torch:
+
+        @dataclass(frozen=True)
+        class Recent(BaseSampler):
+            window: int = 1_000
+
+            def places(self, total, rows, random):
+                window = total.clamp(max=self.window)
+                return total - 1 - (random.doubles(rows) * window).long()
+
+            def chances(self, places, total):
+                window = total.clamp(max=self.window)
+                return torch.where(places >= total - window, 1.0 / window, 0.0).double()
+
+    It draws from all eligible rows, and works in both buffers on every device, in `capture`, `Combined`, sequences,
+    shards, `stats()` and checkpoints; a program that loads one must have defined the class. Within a CUDA graph its
+    methods must not read from the device, as `total.item()` does. Its fields are numbers, strings, bools, None,
+    LinearSchedule, and tuples, lists and string-keyed dicts of these, and come back as they were; another kind is a
+    TypeError when a buffer is made, as are methods that do not return tensors: both are called once then, for a full
+    buffer. A `field(init=False)` may be anything: it is not saved. Weights are
+    `(chance / smallest chance in the batch) ** -beta`, with `beta` 0 unless the class defines it.
+    """
+
+    @abstractmethod
+    def places(self, total: Tensor, rows: int, random: Random) -> Tensor:
+        """Choose a place for each row.
+
+        total:   int64 without dimensions on the buffer's device, at least 1: rows that can be sampled.
+        random:  its `doubles(n)`, (n,) float64 in [0, 1) on that device, is the only source of randomness.
+        returns: (rows,) int64 in [0, total), counted from the oldest. Others are a ValueError on the CPU, and on CUDA,
+                 where looking would wait for the device, the nearest that exist.
+        """
+
+    def chances(self, places: Tensor, total: Tensor) -> Tensor:
+        """Return the probability, (n,) float64, that one row is at each of these places, (n,) int64.
+
+        Over all places they sum to 1 (to 1e-6): ValueError at the first sample of a buffer on the CPU from which at
+        most a million rows can be drawn, and in `stats()`.
+        """
+        return torch.ones(places.shape, dtype=torch.float64, device=places.device) / total
+
+    def draw(self, host: HostState, rows: int, beta: float | None) -> HostDraw:
+        found, slots_at = self._drawable(host)
+        places, chances = choose(self, torch.tensor(found, device="cpu"), rows, _HostRandom(host.random))
+        host.chances_checked = host.chances_checked or check_chances(self, found)
+        return self._weighed(host, beta, slots_at(places.numpy()), chances.numpy(), 1.0)
+
+    def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
+        return chance_distribution(all_chances(self, eligible, leaves.device) if eligible else np.zeros(0))
+
+
+def _is_column(value: object, like: Tensor, rows: int) -> bool:
+    """Whether a value is a tensor of so many rows on the device of another."""
+    return isinstance(value, Tensor) and value.shape == (rows,) and value.device == like.device
+
+
+def _described(value: object) -> str:
+    """A value for messages, without waiting for a device."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    shape = f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)} on {value.device}"
+    return f"{shape}: {value.tolist()}" if value.device.type == "cpu" and value.numel() <= 32 else shape
+
+
+def choose(sampler: BaseSampler, total: Tensor, rows: int, random: Random) -> tuple[Tensor, Tensor]:
+    """(rows,) int64 places and float64 chances by a sampler of somebody's own; ValueError for what cannot be these.
+
+    total: int64 without dimensions.
+    """
+    places, on_host = sampler.places(total.clone(), rows, random), total.device.type == "cpu"
+    wanted = f"{sampler}: places({int(total) if on_host else 'total'}, {rows}) must return {rows} integers"
+    if not _is_column(places, total, rows) or places.dtype.is_floating_point or places.dtype == torch.bool:
+        raise ValueError(f"{wanted} on {total.device}; found {_described(places)}.")
+    # a copy, since it is overwritten
+    places = places.to(torch.int64, copy=True)
+    if not on_host:
+        places = places.clamp(min=0).minimum(total - 1)
+    elif bool((places < 0).any()) or bool((places >= total).any()):
+        raise ValueError(f"{wanted} from 0 to {int(total) - 1}; found {_described(places)}.")
+    chances = sampler.chances(places.clone(), total.clone())
+    wanted = f"{sampler}: chances of {rows} drawn places must be {rows} numbers above 0"
+    if not _is_column(chances, total, rows) or (on_host and not bool((chances > 0).all())):
+        raise ValueError(f"{wanted} on {total.device}; found {_described(chances)}.")
+    return places, chances.to(torch.float64)
+
+
+def all_chances(sampler: BaseSampler, total: int, device: torch.device) -> np.ndarray:
+    """The probability, (total,) float64, of each place; ValueError where they are no probabilities."""
+    number = torch.tensor(total, device=device)
+    chances = sampler.chances(torch.arange(total, device=device), number)
+    found = chances.to("cpu", torch.float64).numpy() if _is_column(chances, number, total) else np.zeros(0)
+    if found.shape != (total,) or not (found >= 0).all() or not abs(found.sum() - 1) <= SUM_TOLERANCE:
+        raise ValueError(
+            f"{sampler}: chances of all {total} places must be {total} numbers, at least 0, that sum to 1; found "
+            f"{_described(chances)}, the sum {found.sum():.7g} and the smallest {found.min(initial=math.inf):g}. "
+            "Divide them by their sum over all places."
+        )
+    return found
+
+
+def check_chances(sampler: BaseSampler, total: int) -> bool:
+    """Look at the chances of all places on the CPU, unless there are too many; ValueError where they do not sum to 1.
+
+    Returns whether it did.
+    """
+    if total <= MOST_CHECKED:
+        all_chances(sampler, total, torch.device("cpu"))
+    return total <= MOST_CHECKED
+
+
+def _check_written_in_torch(sampler: BaseSampler, capacity: int, device: torch.device) -> None:
+    """Raise TypeError where its methods take and return no tensors, as one of version 0.3 does."""
+    total, form = torch.tensor(capacity, device=device), type(sampler).__name__
+    try:
+        places = sampler.places(total, 2, _ProbeRandom(device))
+        found = [places, sampler.chances(torch.arange(1, device=device), total)]
+        problem = "" if all(isinstance(each, Tensor) for each in found) else f"return {found!r}"
+        cause = None
+    except (TypeError, AttributeError) as error:
+        problem, cause = f"raise {error!r}", error
+    if problem:
+        raise TypeError(
+            f"the methods of {form} must take and return tensors on {device}, where these {problem}. Since 0.4 a "
+            "sampler of your own is written in torch: def places(self, total, rows, random): return "
+            "(random.doubles(rows) * total).long() and def chances(self, places, total): return "
+            "torch.ones(len(places), dtype=torch.float64, device=places.device) / total."
+        ) from cause
 
 
 @dataclass(frozen=True)
-class Uniform(BaseSampler):
+class Uniform(_RandomSampler):
     """Every stored transition is equally likely.
 
     replacement: False samples `B` distinct transitions in random order (`B > len(buffer)` is a ValueError);
@@ -296,14 +396,12 @@ class Uniform(BaseSampler):
     def distinct_rows(self, rows: int) -> int:
         return 0 if self.replacement else rows
 
-    def places(self, total: int, rows: int, random: HostWords) -> np.ndarray:
-        if self.replacement:
-            return targets_in(total, random.doubles(rows), stratified=False)
-        return permuted_ranks(total, rows, random.words(PERMUTATION_WORDS))
-
     def draw(self, host: HostState, rows: int, beta: float | None) -> HostDraw:
         count, slots_at = self._drawable(host, self.distinct_rows(rows), by_key=False)
-        slots = slots_at(self.places(count, rows, host.random))
+        if self.replacement:
+            slots = slots_at(targets_in(count, host.random.doubles(rows), stratified=False))
+        else:
+            slots = slots_at(permuted_ranks(count, rows, host.random.words(PERMUTATION_WORDS)))
         # half the time of np.full and np.ones
         probability, weight = np.empty(rows, np.float32), np.empty(rows, np.float32)
         probability.fill(1 / count)
@@ -314,7 +412,7 @@ class Uniform(BaseSampler):
         return uniform_distribution(eligible)
 
 
-class _Prioritized(BaseSampler):
+class _Prioritized(_RandomSampler):
     """What both samplers with priorities share."""
 
     prioritized = True
@@ -337,9 +435,6 @@ class _Prioritized(BaseSampler):
             _put(self, initial=check_float(f"{owner} initial", self.initial))
         check_choice(f"{owner} normalize", self.normalize, ("batch", "buffer"))
         _put(self, stratified=check_bool(f"{owner} stratified", self.stratified))
-
-    def places(self, total: int, rows: int, random: HostWords) -> np.ndarray:
-        return targets_in(total, random.doubles(rows), stratified=self.stratified)
 
 
 @dataclass(frozen=True)
@@ -420,9 +515,9 @@ class RankBased(_Prioritized):
     def rule(self, slots: int) -> Rule:
         return OrderRule()
 
-    def _rows(self, host: HostState, count: int) -> tuple[np.ndarray, np.ndarray, float, float]:
-        slots, masses, total, last = host.draw_by_rank(host.random.doubles(count), stratified=self.stratified)
-        return slots, masses, total, last if self.normalize == "buffer" else 0
+    def draw(self, host: HostState, rows: int, beta: float | None) -> HostDraw:
+        slots, masses, total, last = host.draw_by_rank(host.random.doubles(rows), stratified=self.stratified)
+        return self._weighed(host, beta, slots, masses, total, last if self.normalize == "buffer" else 0)
 
     def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
         return rank_distribution(leaves, rule, self.alpha)
@@ -436,7 +531,7 @@ class Latest(Sampler):
     """The newest `B` transitions, newest last, for on-policy learning."""
 
     @property
-    def base(self) -> BaseSampler:  # type: ignore[override]
+    def base(self) -> _RandomSampler:  # type: ignore[override]
         """Not used: all rows are the newest."""
         return _UNIFORM
 
@@ -453,12 +548,12 @@ class Combined(Sampler):
     Zhang and Sutton 2017, "A Deeper Look at Experience Replay".
     """
 
-    base: BaseSampler
+    base: _RandomSampler
     newest: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.base, BaseSampler):
-            names = [f"{name}(...)" for name, kind in Sampler.kinds.items() if issubclass(kind, BaseSampler)]
+        if not isinstance(self.base, _RandomSampler):
+            names = [f"{name}(...)" for name, kind in Sampler.kinds.items() if issubclass(kind, _RandomSampler)]
             raise TypeError(f"Combined base must be {', '.join(names[:-1])} or {names[-1]}; found {self.base!r}.")
         _put(self, newest=check_int("Combined newest", self.newest, 1))
 
@@ -475,6 +570,12 @@ def check_sampler(sampler: object) -> Sampler:
         if not is_dataclass(each):
             raise TypeError(f"{type(each).__name__} must be a dataclass, whose fields checkpoints and messages show.")
     return sampler
+
+
+def check_own(sampler: Sampler, capacity: int, device: torch.device) -> None:
+    """Raise TypeError for a sampler of somebody's own whose methods take no tensors on this device."""
+    if isinstance(sampler.base, BaseSampler):
+        _check_written_in_torch(sampler.base, capacity, device)
 
 
 def _some(found: int, needed: int = 1) -> int:

@@ -42,6 +42,7 @@ DEAD = tl.constexpr(4)
 FINAL = tl.constexpr(8)
 CUT = tl.constexpr(16)
 TARGET = tl.constexpr(32)
+EXCLUDED = tl.constexpr(64)
 
 
 @triton.jit

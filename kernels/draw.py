@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .constants import ADDED, FIRST, LOWEST, NO_MASS, RANDOM, SEED
-from .masses import descend, from_oldest, mass_before, newest_eligible, total_of
+from .masses import descend, from_oldest, mass_before, newest_eligible, newest_with_mass, total_of
 from .random import divided, floor_of_product, permuted_rank, remainder, words_at
 from .ranks import rank_at
 
@@ -14,6 +14,14 @@ def key_in_slot(slot, added, head, capacity):
     """The live key in a slot: the largest below `added` that belongs there; head: the slot of `added`."""
     key = slot + (added - head)
     return tl.where(slot >= head, key - capacity, key)
+
+
+@triton.jit(do_not_specialize=["count", "after"])
+def doubles_kernel(counters_ptr, numbers_ptr, count, after, DRAWS: tl.constexpr):
+    """(count,) float64 in [0, 1): those of the words that come `after` so many blocks of the next draw."""
+    place = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
+    word = words_at(place, tl.load(counters_ptr + RANDOM) + after, tl.load(counters_ptr + SEED))
+    tl.store(numbers_ptr + place, (word >> 11).to(tl.float64) * 1.1102230246251565e-16, mask=place < count)
 
 
 @triton.jit
@@ -97,6 +105,7 @@ def store_rows(outputs, row, slot, key, probability, mass, named):
 def draw_kernel(
     levels,
     starts,
+    held,
     counters_ptr,
     ranks,
     outputs,
@@ -116,7 +125,9 @@ def draw_kernel(
 
     levels: of the tree of masses for BY "mass"; of eligible starts, or () where all stored slots can be drawn, for
             "uniform".
-    starts: levels of the tree of eligible starts, to take the newest of them; () takes the newest stored slots.
+    starts: levels of the tree of eligible starts, to take the newest of them, or ().
+    held:   the masses of transitions, to take the newest that have one, in a tuple. Without these and `starts` it takes
+            the newest stored slots.
     ranks:  for "rank": the running sums of the masses of ranks, the ages in order of rank, and how many of these can
             be drawn.
     outputs: slots, keys, probabilities (1 from row `drawn` on) and masses, 0 in rows that were not drawn by one; and,
@@ -153,6 +164,8 @@ def draw_kernel(
             slot, _ = descend(levels, tl.where(by_chance, target, last))
         else:
             slot = remainder(tl.where(by_chance, oldest + target, newest), capacity, per_capacity)
+            if len(held) > 0:
+                slot = newest_with_mass(held[0], batch - 1 - draw, batch, added - oldest, head, capacity)
         chance = 1.0 / count.to(tl.float64)
         # without a mass the weight is 1
         mass = slot * 0
@@ -166,8 +179,10 @@ def draw_kernel(
         if (program + 1) * DRAWS > drawn:
             if len(starts) > 0:
                 last = newest_eligible(starts, draw, batch, head)
+            elif len(held) > 0:
+                last = newest_with_mass(held[0], batch - 1 - draw, batch - drawn, added - oldest, head, capacity)
             else:
-                last = remainder(newest, capacity, per_capacity)
+                last = slot
             slot = tl.where(by_chance, slot, last)
     key = key_in_slot(slot, added, head, capacity)
     chance = tl.where(by_chance, chance, 1.0)

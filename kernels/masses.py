@@ -11,6 +11,7 @@ from .constants import (
     ADDED,
     CUT,
     DEAD,
+    EXCLUDED,
     FANOUT,
     FIRST,
     MAX_MASS,
@@ -106,6 +107,29 @@ def newest_eligible(eligible, draw, batch, head):
     total = total_of(eligible)
     last = from_oldest(tl.maximum(total - batch + draw, 0), mass_before(eligible, head), total)
     return descend(eligible, last)[0]
+
+
+@triton.jit
+def newest_with_mass(masses_ptr, rank, wanted, stored, head, capacity, BLOCK: tl.constexpr = 128):
+    """The slots of the newest transitions that have a mass: [DRAWS] ranks below `wanted`, counted from the newest.
+
+    stored: live transitions. head: slot of the next key.
+    """
+    slots = rank * 0
+    found = tl.full([], 0, tl.int64)
+    begin = tl.full([], 0, tl.int64)
+    # once, unless transitions were excluded
+    while (found < wanted) & (begin < stored):
+        age = begin + tl.arange(0, BLOCK)
+        slot = head - 1 - age
+        slot = tl.where(slot < 0, slot + capacity, slot)
+        held = (tl.load(masses_ptr + slot, mask=age < stored, other=0) > 0).to(tl.int64)
+        place = found + tl.cumsum(held, axis=0) - 1
+        hit = (held[None, :] > 0) & (place[None, :] == rank[:, None])
+        slots += tl.sum(tl.where(hit, slot[None, :], 0), axis=1)
+        found += tl.sum(held, axis=0)
+        begin += BLOCK
+    return slots
 
 
 @triton.jit
@@ -310,11 +334,11 @@ def waiting_steps(
     SETTLES: tl.constexpr = TERMINATED | (DEAD if NEXT_STEP else TRUNCATED)
     # steps that are not settled, from the newest back
     unsettled = tl.where((flag & SETTLES) != 0, 0, tl.minimum(behind + 1, n_step))
-    waits = waits & (age < ahead + unsettled)
+    known = tl.load(flags_ptr + slot, mask=waits, other=0).to(tl.int32)
+    waits = waits & (age < ahead + unsettled) & ((known & EXCLUDED) == 0)
     # its own target is still to come
     own = (age < unsettled) & ((flag & CUT) == 0)
     if LONG:
-        known = tl.load(flags_ptr + slot, mask=waits, other=0).to(tl.int32)
         own = own | ((age >= unsettled) & ((known & TARGET) != 0))
         waits = waits & (remainder(number, stride, per_stride) == 0)
     waits = waits & own
@@ -378,8 +402,9 @@ def update_kernel(
     which has all the keys, finds the winners itself. Without a tree, see `add_kernel`, stale keys are counted and
     nothing else happens.
 
-    streams: as in `waiting_steps`: slots of mass 0 keep it, and the mass of a step that may be drawn later waits; ()
-             where all that is stored can be drawn.
+    Slots of mass 0 keep it.
+
+    streams: as in `waiting_steps`: the mass of a step that may be drawn later waits; () of transitions.
     lines:   masses that may wait. ahead, stride, LONG, STRICT: of rows that are sequences, see `waiting_steps`.
     per_...: reciprocals, see `random.py`.
     """
@@ -408,10 +433,10 @@ def update_kernel(
         if not FINDS_WINNERS:
             # a winner in another program may be writing the leaf of a loser
             old = tl.load(levels[0] + slot, mask=winner, other=0)
-        meant = winner
-        accepted = winner & (new > 0)
+        # a slot without mass must not be drawn, whatever its priority
+        meant = winner & (old > 0)
+        accepted = meant & (new > 0)
         if len(streams) > 0:
-            # a slot without mass must not be drawn, whatever its priority
             ring = envs.to(tl.int64), per_envs, stack, n_step
             waits = waiting_steps(
                 key,
@@ -429,8 +454,7 @@ def update_kernel(
             )
             place = remainder(tl.where(waits, key, 0), lines, per_lines)
             tl.store(streams[2] + place, new, mask=waits & (new > 0))
-            meant = winner & ((old > 0) | waits)
-            accepted = accepted & (old > 0)
+            meant = meant | waits
         change = tl.where(accepted, new - old, 0)
         # copies of a thread's position in other threads have read stamp and leaf before they change
         tl.debug_barrier()

@@ -8,6 +8,7 @@ from .constants import (
     CUT,
     DEAD,
     ELIGIBLE,
+    EXCLUDED,
     FINAL,
     FINALS,
     FIRST,
@@ -355,6 +356,11 @@ def add_step_kernel(
             first = tl.where(stored, head - behind * envs, 0)
             first = tl.where(first < 0, first + capacity, first) + env
 
+        age = tl.arange(0, AGES)[:, None].to(tl.int64)
+        if not SEQUENCES:
+            # the starts that the step may complete, but itself, before a flag of theirs is stored
+            stored_before = named[None, :] & (age > 0) & (age * envs <= added)
+            known = tl.load(flags_ptr + slots_before(head, age * envs, capacity, env), mask=stored_before, other=0)
         # in a ring of one step these are the slots that were read above; and owners are read before rows are claimed
         tl.debug_barrier()
         if WITH_FINALS:
@@ -399,7 +405,6 @@ def add_step_kernel(
         full = (flags & DEAD) == 0
         closing = (flags & (TERMINATED | FINAL)) != 0
         waited = (full == 0) & ((before & (TERMINATED | TRUNCATED)) == TRUNCATED)
-        age = tl.arange(0, AGES)[:, None].to(tl.int64)
         # the start lies so many steps back
         before_it = age
         back = age * envs
@@ -412,6 +417,7 @@ def add_step_kernel(
             told = chosen & (age > 0)
             told_slot = slots_before(head, back, capacity, env)
             told_flags = tl.load(flags_ptr + told_slot, mask=told, other=0)
+            known = told_flags
         if LONG:
             # the steps that the one before left open are settled by an ending, a cut, or the observation after them
             SETTLES: tl.constexpr = TERMINATED | (DEAD if NEXT_STEP else TRUNCATED)
@@ -430,13 +436,14 @@ def add_step_kernel(
             earlier = slots_before(head, back, capacity, env)
             chosen = chosen & (start >= oldest)
             behind_start = tl.load(depth_ptr + earlier, mask=chosen, other=0)
-            known = (tl.load(flags_ptr + earlier, mask=chosen, other=0) & TARGET) != 0
-            chosen = chosen & (known | has_target(before_it, n_step, named, depth, full, waited, closing))
+            known = tl.load(flags_ptr + earlier, mask=chosen, other=0)
+            has_its = has_target(before_it, n_step, named, depth, full, waited, closing)
+            chosen = chosen & (((known & TARGET) != 0) | has_its)
         if STRIDED:
             chosen = chosen & (remainder(tl.maximum(start, 0), turn, per_turn) == 0)
         # the first frame of the stack is stored
         frames = tl.minimum(behind_start, stack - 1)
-        chosen = chosen & (start - frames * envs >= oldest)
+        chosen = chosen & (start - frames * envs >= oldest) & ((known & EXCLUDED) == 0)
         # the masses of this step have just been made
         its_line = tl.where(line >= back, line, line + lines) - back
         open_mass = tl.load(open_masses_ptr + its_line + env[None, :], mask=chosen & (before_it > 0), other=0)

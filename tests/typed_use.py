@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import assert_type
@@ -21,15 +19,15 @@ from gpu_replay import (
     Stats,
     TrajectoryReplayBuffer,
 )
-from gpu_replay.samplers import BaseSampler
+from gpu_replay.samplers import BaseSampler, Random
 
 
 @dataclass(frozen=True)
 class Recent(BaseSampler):
     window: int = 1_000
 
-    def places(self, total: int, rows: int, random: Any) -> np.ndarray:
-        return total - 1 - (random.doubles(rows) * min(self.window, total)).astype(np.int64)
+    def places(self, total: Tensor, rows: int, random: Random) -> Tensor:
+        return total - 1 - (random.doubles(rows) * total.clamp(max=self.window)).long()
 
 
 def learning_step(path: str) -> None:

@@ -252,7 +252,7 @@ class Buffer(StatefulBuffer):
 
     def _missing(self) -> str:
         """What a row needs, for messages."""
-        return ""
+        return ": those that it holds were excluded" if self._state.excluded else ""
 
     def _check_enough(self, batch: int, call: str = "", available: int | None = None) -> None:
         """Raise unless `batch` rows can be drawn.
@@ -337,6 +337,32 @@ class Buffer(StatefulBuffer):
         with self._lock:
             self._sampling.write(checked, found.values)
 
+    def exclude(self, keys: Any) -> None:
+        """Never sample the rows of these keys again, such as those of a crashed simulator or a failed demonstration.
+
+        keys: (m,) int64 as `batch.key`; those no longer live are ignored and counted in `stats().stale_updates`, -1
+              stands for no key.
+
+        Later priorities do not bring them back, nor does a step that becomes eligible later; ranks, newest rows,
+        `epoch`, `keys(eligible=True)` and the distribution of `stats()` leave them out, and checkpoints keep it. The
+        row that overwrites one is like any other. `batches` still returns them, and `priorities` says 0. In a
+        trajectory buffer a window, stack or sequence that begins at another step may still run through an excluded one:
+        to take out an episode exclude all its keys. It is a few operations of torch, for rare calls: it takes the time
+        of some samples, and the next sample by rank sorts all rows. On CUDA it cannot be captured.
+
+        Raises RuntimeError for a ReplayBuffer whose sampler has no priorities (Uniform, Latest, one of your own), since
+        it keeps nothing to take a row from; `Proportional(alpha=0)` is uniform and can. TypeError for keys that are not
+        integers. An interrupt (KeyboardInterrupt) comes before the call has changed anything, or after all of it.
+        """
+        if not self._state.trees:
+            raise RuntimeError(
+                f"a {type(self).__name__} that samples by {self._sampler} keeps no tree from which rows could be taken "
+                "out; make it with sampler=Proportional(alpha=0), which is uniform too."
+            )
+        checked = validation.as_keys(keys, self._device)
+        with self._lock:
+            self._sampling.exclude(checked)
+
     def stats(self) -> Stats:
         """Return diagnostics; on CUDA this waits for the device and reads all priorities once."""
         with self._alone():
@@ -344,7 +370,7 @@ class Buffer(StatefulBuffer):
             size = added - first
             counts = self._sampling.counts()
             next_step = self._shape is not None and self._shape.next_step
-            eligible = counts[Counter.ELIGIBLE] if self._tracks_eligibility else size
+            eligible = counts[Counter.ELIGIBLE] if self._tracks_eligibility else self._state.left(size, size)
             # slots that are not live have been sampled 0 times
             sampled = self._storage.times_sampled
             return Stats(

@@ -38,7 +38,7 @@ from gpu_replay.ops._backend import choose
 from gpu_replay.ops.advice import warn_of_python
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.steps import StreamShape
-from gpu_replay.samplers import Sampler, check_sampler
+from gpu_replay.samplers import Sampler, check_own, check_sampler
 from gpu_replay.validation import check_int
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class StatefulBuffer:
         check_described(sampler)
         self._needs = lru_cache(64)(sampler.needs)
         self._device = check_device(device)
+        check_own(sampler, capacity, self._device)
         self._placement = check_placement(self._device, storage_device, storage_path)
         self._seed = check_int("seed", seed)
         self._backend = choose(self._device)

@@ -7,6 +7,7 @@ counters. The host keeps only a lower bound of the size, to refuse a sample from
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,12 +17,12 @@ from gpu_replay.engines.state import SamplerState
 from gpu_replay.engines.storage import Storage, check_live
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.draw import make_draw
+from gpu_replay.ops.draw import DeviceRandom, make_chosen_draw, make_draw
 from gpu_replay.ops.launch import allocator, per_arguments
 from gpu_replay.ops.masses import Add, DeviceMasses, make_add, make_update
 from gpu_replay.ops.ranks import DeviceRanks
 from gpu_replay.ops.ring import Finish, Gather, make_gather, write_rows
-from gpu_replay.samplers import LinearSchedule
+from gpu_replay.samplers import BaseSampler, LinearSchedule, check_chances, choose
 from gpu_replay.validation import materialized
 
 # batch sizes for which memory is kept
@@ -47,11 +48,8 @@ class DeviceSampler:
         self.host_count_stale = self.interrupted = False
         self.masses: DeviceMasses | None = None
         base = self._base = state.base
-        if base.kernel is None:
-            raise ValueError(
-                f'{state.sampler} has no kernel, so a buffer on {self.device} cannot draw by it. Give device="cpu", '
-                "or a sampler of gpu_replay."
-            )
+        # whether a sampler of somebody's own was asked for the chances of all places
+        self._chances_checked = False
         self._storage = storage
         self._scratch: dict[int, Tensor] = {}
         self._schedule: Tensor | None = None
@@ -88,6 +86,7 @@ class DeviceSampler:
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
         self.changed()
+        self._chances_checked = False
         self._known_flaws = self.counters.tolist()[Counter.FLAWED]
         self.look()
 
@@ -201,21 +200,27 @@ class DeviceSampler:
         state, base, ranks, device = self.state, self._base, self._ranks, self.device
         drawn = batch - state.sampler.newest_of(batch)
         by_rank = ranks is not None and drawn > 0
-        draw, blocks, minima = make_draw(
-            base.kernel or "uniform",
-            state.counters,
-            drawn,
-            batch,
-            state.slots,
-            tree=state.tree,
-            starts=state.eligible_tree,
-            tracks_eligibility=state.tracks_eligibility,
-            stratified=base.stratified,
-            normalize_over_buffer=base.normalize == "buffer",
-            replacement=base.replacement,
-        )
+        own: DeviceRandom | None = None
+        if isinstance(base, BaseSampler) and drawn:
+            own, chosen = DeviceRandom(state.counters), partial(self._chosen, base)
+            draw, blocks, minima = make_chosen_draw(chosen, own, drawn, batch, state.slots, state.eligible_tree), 0, 1
+        else:
+            draw, blocks, minima = make_draw(
+                base.kernel or "uniform",
+                state.counters,
+                drawn,
+                batch,
+                state.slots,
+                tree=state.tree,
+                starts=state.eligible_tree,
+                tracks_eligibility=state.tracks_eligibility,
+                stratified=base.stratified,
+                normalize_over_buffer=base.normalize == "buffer",
+                replacement=base.replacement,
+            )
         schedule = (self._schedule,) if scheduled and self._schedule is not None else ()
         gather = make_gather(Finish((self._storage.times_sampled, *schedule), blocks + more, minima))
+        gather = gather if own is None else own.advancing(gather)
         fixed = 0.0 if isinstance(base.beta, LinearSchedule) else base.beta
 
         integers, floats = (allocator((batch,), dtype, device) for dtype in (torch.int64, torch.float32))
@@ -234,6 +239,13 @@ class DeviceSampler:
 
         return sample
 
+    def _chosen(self, base: BaseSampler, total: Tensor, rows: int, random: DeviceRandom) -> tuple[Tensor, Tensor]:
+        """(rows,) places and chances by a sampler of somebody's own."""
+        found = choose(base, total, rows, random)
+        if self.device.type == "cpu" and not self._chances_checked:
+            self._chances_checked = check_chances(base, int(total))
+        return found
+
     def update(self, keys: Tensor, priorities: Tensor, ready: bool) -> None:
         """Give live keys their new masses; 1 launch, 2 for thousands of keys.
 
@@ -247,6 +259,18 @@ class DeviceSampler:
                 if self._ranks is not None:
                     self._ranks.changed(self.order.captures)
                 self._updates(keys.shape[0], priorities.dtype)(keys, priorities, ready)
+
+    def exclude(self, keys: Tensor) -> None:
+        """Let the rows of (m,) live keys never be drawn again; a few operations of torch, which wait for nothing."""
+        if self.capturing():
+            raise RuntimeError("exclude cannot be captured in a CUDA graph; call it between steps.")
+        with self.order:
+            here = self.moved(keys)
+            self.order.reads((here,))
+            self.changed()
+            # the host knows of no eligible start until it asks again
+            self.eligible = 0
+            self.state.exclude(here, self._storage.streams)
 
     def write(self, keys: Tensor, values: dict[str, Tensor]) -> None:
         """Store rows of some fields under (m,) live keys; the last of a repeated key wins, others are counted.
@@ -289,15 +313,16 @@ class DeviceEngine:
         self._adds = per_arguments(make)
 
     def count_at_least(self, needed: int) -> int:
-        """Stored transitions, exact only below `needed`.
+        """Stored transitions but for those that were excluded, exact only below `needed`.
 
-        Waits for the device only when adds that others replay, or an interrupt, may have changed the answer.
+        Waits for the device only when adds that others replay, an interrupt or `exclude` may have changed the answer.
         """
         sampling = self.sampling
         too_few = sampling.added - sampling.first < needed and sampling.host_count_stale
         if (too_few or sampling.interrupted) and not sampling.capturing():
             sampling.look()
-        return min(self._storage.capacity, sampling.added - sampling.first)
+        stored = min(self._storage.capacity, sampling.added - sampling.first)
+        return stored if sampling.capturing() else sampling.state.left(stored, needed)
 
     def append(self, values: dict[str, Tensor], rows: int, priorities: Tensor | None, ready: bool) -> Tensor:
         """Store `rows` transitions and return their (rows,) keys; 1 launch for tensors on the device.

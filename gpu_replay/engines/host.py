@@ -101,7 +101,8 @@ class HostSampler:
         if self.starts is not None:
             return self.counters.item(Counter.ELIGIBLE)
         added = self.counters.item(Counter.ADDED)
-        return min(added - self.counters.item(Counter.FIRST), self.capacity)
+        stored = min(added - self.counters.item(Counter.FIRST), self.capacity)
+        return self.state.left(stored, needed) if self.state.excluded else stored
 
     def range(self, tree: MassTree) -> DrawRange:
         """The mass of a tree, counted from the oldest key."""
@@ -149,8 +150,11 @@ class HostSampler:
     def _newest(self, count: int) -> np.ndarray:
         """The slots of the `count` newest keys that can be drawn."""
         if self.starts is None:
-            added = self.counters.item(Counter.ADDED)
-            return np.arange(added - count, added) % self.capacity
+            first, added = self.span()
+            # among so many there are `count` that were not excluded
+            keys = np.arange(max(first, added - count - self.state.excluded), added)
+            slots = keys % self.capacity
+            return slots if keys.size == count else slots[self.arrays[2][slots] > 0][-count:]
         within = self.range(self.starts)
         return slots_in(self.starts, within, np.arange(within.total - count, within.total))
 
@@ -167,6 +171,10 @@ class HostSampler:
         else:
             array, numbers = contiguous(keys), self.state.rule.numbers(priorities)
             self._update(array, numbers, *self._update_arguments)
+
+    def exclude(self, keys: Tensor) -> None:
+        """Let the rows of (m,) live keys never be drawn again."""
+        self.state.exclude(keys, self._storage.streams)
 
     def write(self, keys: Tensor, values: dict[str, np.ndarray]) -> None:
         """Store rows of some fields under (m,) live keys; the last of a repeated key wins, others are counted."""

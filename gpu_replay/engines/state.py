@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import starmap
 
 import numpy as np
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor
 from gpu_replay.engines.storage import Storage
 from gpu_replay.loops.ring import FIXED, LARGEST_EVER, LARGEST_STORED
 from gpu_replay.ops._backend import Backend
-from gpu_replay.ops.counters import Counter, new_counters
+from gpu_replay.ops.counters import NO_KEY, Counter, new_counters
 from gpu_replay.ops.masses import DeviceMasses, MassTree, OrderRule, Rule
 from gpu_replay.ops.ranks import DeviceRanks, host_ranks_bytes
-from gpu_replay.ops.steps import Flag, StreamShape
+from gpu_replay.ops.ring import commit
+from gpu_replay.ops.steps import Flag, Streams, StreamShape
 from gpu_replay.samplers import Sampler
 
 # where tensors have sizes and no memory
@@ -57,6 +59,8 @@ class SamplerState:
             MassTree(slots, device, backend) if tracks_eligibility and sampler.needs_start_tree else None
         )
         self.counters = new_counters(device, seed)
+        # of transitions, no fewer than were excluded and are live
+        self.excluded = 0
 
     @property
     def nbytes(self) -> int:
@@ -110,6 +114,44 @@ class SamplerState:
         self.counters[Counter.ELIGIBLE] = 0
         for tree in self.trees:
             tree.clear()
+        self.excluded = 0
+
+    def left(self, stored: int, needed: int) -> int:
+        """Transitions of those stored that were not excluded, exact only below `needed`; then it waits for the device.
+
+        All that can be drawn have a mass.
+        """
+        if self.tree is not None and self.excluded and stored - self.excluded < needed:
+            self.excluded = stored - int((self.tree.masses > 0).sum())
+        return stored - self.excluded
+
+    def exclude(self, keys: Tensor, streams: Streams | None) -> None:
+        """Take the mass of the rows of (m,) live keys, and mark those of steps; keys that are not live are counted.
+
+        keys: on the device. Waits for nothing; the last line changes all that changes.
+        """
+        added = self.counters[Counter.ADDED]
+        first = torch.maximum(self.counters[Counter.FIRST], added - self.slots)
+        keys = keys.sort().values
+        live = (keys >= first) & (keys < added)
+        stale = (~live & (keys != NO_KEY)).sum()
+        # of a repeated key one is taken
+        chosen = live & (keys.diff(prepend=keys[:1] - 1) != 0)
+        slots = torch.where(chosen, keys % self.slots, 0)
+        changes: list[tuple[Tensor, int, Tensor, Tensor]] = []
+        for tree in self.trees:
+            masses = torch.where(chosen, tree.masses[slots], 0)
+            changes += [(level, 0, slots // tree.fanout**each, -masses) for each, level in enumerate(tree.levels)]
+            tree.mark_all_changed()
+        counts, more = [self.counters[Counter.STALE]], [stale]
+        if streams is not None:
+            marks = torch.where(chosen, ~streams.flags[slots] & Flag.EXCLUDED, 0)
+            changes.append((streams.flags, 0, slots, marks))
+            counts.append(self.counters[Counter.ELIGIBLE])
+            more.append(-(chosen & (self.eligible.masses[slots] > 0)).sum())
+        else:
+            self.excluded += len(keys)
+        commit(None, starmap(Tensor.index_add_, changes), map(Tensor.add_, counts, more))
 
     def rebuild(self, written: int) -> None:
         """Recompute everything that is derived from the restored leaves of the first `written` slots."""
@@ -123,6 +165,11 @@ class SamplerState:
             self.eligible_tree.build()
         if self.tracks_eligibility:
             self.counters[Counter.ELIGIBLE] = int((self.eligible.masses > 0).sum())
+        elif self.tree is not None:
+            added, first = (int(self.counters[each]) for each in (Counter.ADDED, Counter.FIRST))
+            stored = min(added - first, self.slots)
+            self.excluded = stored
+            self.left(stored, stored)
 
 
 def sizes_of(storage: Storage, sampler: Sampler, backend: Backend) -> dict[str, int]:
@@ -203,7 +250,7 @@ def check_state(layout: StateLayout, counters: Mapping[str, int], tensors: Mappi
     }
     if shape is not None:
         bounds |= {
-            "streams.flags": (0, 2 * Flag.TARGET - 1 if shape.length else Flag.TARGET - 1),
+            "streams.flags": (0, 2 * Flag.EXCLUDED - 1),
             "streams.depth": (0, added // envs),
             "streams.pending": (0, layout.most),
             "streams.final": (0, shape.finals - 1),
@@ -226,7 +273,9 @@ def _require(holds: bool, what: str) -> None:
 
 
 def drawable(layout: StateLayout, counters: Mapping[str, int], tensors: Mapping[str, Tensor]) -> Tensor:
-    """(written,) bool: which slots hold a whole transition. The stream tensors among these are looked at."""
+    """(written,) bool: which slots hold a whole transition. The stream tensors among these are looked at, which say of
+    steps that they were excluded.
+    """
     added = counters["ADDED"]
     first = max(counters["FIRST"], added - layout.slots)
     mask = torch.zeros(layout.written(counters), dtype=torch.bool)
@@ -247,7 +296,7 @@ def starts(shape: StreamShape, flags: Tensor, depth: Tensor, targets: Tensor, fi
     """
     steps, stored = len(flags), max(0, len(flags) - shape.ahead)
     ages = torch.arange(steps)[:, None]
-    found = targets & (ages >= depth.clamp(max=shape.stack - 1))
+    found = targets & (ages >= depth.clamp(max=shape.stack - 1)) & (flags & Flag.EXCLUDED == 0)
     if shape.length and steps:
         dead, cut = flags & Flag.DEAD != 0, (flags & Flag.CUT != 0) & (ages < steps - 1)
         settled = targets | dead | cut | (flags & Flag.TRUNCATED != 0 if not shape.next_step else False)
@@ -321,6 +370,11 @@ def change_kind(
         waiting = torch.zeros_like(given)
         waiting[late - first] = kept[late % len(kept)]
         given = torch.where(given > 0, given, waiting)
+    if shape is None and "masses" not in tensors and not bool(given.all()):
+        raise ValueError(
+            f"rows of this buffer were excluded, and one that samples by {after.sampler} keeps no tree to leave them "
+            "out with. Load it with Proportional(alpha=0), which is uniform too."
+        )
     given = turned(before, after, given)
     if shape is None or before.stream == shape:
         begins = drawable(after, counters, {}) if old is None else old > 0

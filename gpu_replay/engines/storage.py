@@ -242,6 +242,6 @@ def check_live(keys: Any, first: int, added: int, eligible: Any = True) -> None:
     if not first <= key < added:
         raise KeyError(f"key {key} is not live; the buffer holds {contents}.")
     raise KeyError(
-        f"key {key} is stored but not eligible: a part of its stack or window is missing, or its step only carries a "
-        "final observation."
+        f"key {key} is stored but not eligible: a part of its stack or window is missing, its step only carries a "
+        "final observation, or it was excluded."
     )

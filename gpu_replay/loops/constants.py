@@ -41,6 +41,7 @@ class Flag:
     FINAL = 8  # ended, and its final observation is stored
     CUT = 16  # the stream was broken from outside after this step
     TARGET = 32  # kept for sequences: its window is stored, and the observation after it unless it terminated
+    EXCLUDED = 64  # never begins a row that is sampled
 
 
 # the smallest mass of an empty set

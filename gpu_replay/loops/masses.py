@@ -19,6 +19,7 @@ from gpu_replay.loops.constants import NO_KEY, NO_MASS, SHIFT, Counter, Flag
 _ADDED, _FIRST, _STALE = Counter.ADDED, Counter.FIRST, Counter.STALE
 _SATURATED, _MAX_MASS = Counter.SATURATED, Counter.MAX_MASS
 _TERMINATED, _DEAD, _CUT, _TARGET = Flag.TERMINATED, Flag.DEAD, Flag.CUT, Flag.TARGET
+_EXCLUDED = Flag.EXCLUDED
 _ENDED = Flag.TERMINATED | Flag.TRUNCATED
 # numbers that fit in the cache; in a larger tree this many rows are located together
 _FAR, _TOGETHER = 2**18, 64
@@ -123,7 +124,7 @@ def waiting_place(key, first, added, stream, flags, depth, open_masses):
     settles = _TERMINATED | _DEAD if stream[2] else _ENDED
     # steps that are not settled, from the newest back
     unsettled = 0 if flag & settles else min(stream[3], behind + 1)
-    if age >= ahead + unsettled or number % stream[6]:
+    if age >= ahead + unsettled or number % stream[6] or flags[slot] & _EXCLUDED:
         return -1
     if age < unsettled:
         # its own target is still to come
@@ -150,7 +151,7 @@ def update(
     keys, numbers, ordered, limit, capacity, counters, flat, starts, changed_slots,
     stream, flags, depth, open_masses,
 ):  # fmt: skip
-    """Give live keys their masses; the last of a repeated key wins.
+    """Give live keys their masses, but for those of mass 0, which keep it; the last of a repeated key wins.
 
     keys:     (B,). numbers, ordered: as in `masses_of`. limit: that masses are cut to.
     counters: count the largest mass given, keys that were not live, and masses that were cut.
@@ -172,8 +173,9 @@ def update(
         slot = key - lap
         slot -= capacity if slot >= capacity else 0
         old, mass = flat[slot], min(masses[row], limit)
-        if old == 0 and stream.size:
-            place = waiting_place(key, first, added, stream, flags, depth, open_masses)
+        if old == 0:
+            # excluded, or a step that cannot be drawn yet
+            place = waiting_place(key, first, added, stream, flags, depth, open_masses) if stream.size else -1
             if place >= 0:
                 open_masses[place] = mass
                 largest = max(largest, masses[row])

@@ -19,7 +19,7 @@ _ADDED, _FIRST, _FINALS, _ELIGIBLE = Counter.ADDED, Counter.FIRST, Counter.FINAL
 _NONFINITE, _TERMINALS, _LOST_TERMINALS = Counter.NONFINITE, Counter.TERMINALS, Counter.LOST_TERMINALS
 _MAX_MASS, _SATURATED, _REJECTED, _FLAWED = Counter.MAX_MASS, Counter.SATURATED, Counter.REJECTED, Counter.FLAWED
 _TERMINATED, _TRUNCATED, _DEAD, _FINAL, _CUT = Flag.TERMINATED, Flag.TRUNCATED, Flag.DEAD, Flag.FINAL, Flag.CUT
-_TARGET = Flag.TARGET
+_TARGET, _EXCLUDED = Flag.TARGET, Flag.EXCLUDED
 _ENDED = Flag.TERMINATED | Flag.TRUNCATED
 
 
@@ -232,6 +232,8 @@ def add_steps(
                         # a reset step is of no episode; steps before this one may be of the one that was cut
                         if strict and ((dead and age == 0) or (behind - age if age else reach) < ahead):
                             continue
+                    if flags[start] & _EXCLUDED:
+                        continue
                     mass = open_masses[(line - back if line >= back else line - back + lines) * envs + env]
                     largest = max(largest, mass)
                     mass = mass if mass > 0 else initial

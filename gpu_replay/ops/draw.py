@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gpu_replay.loops import masses as tree_loops
 from gpu_replay.loops import random as random_loops
 from gpu_replay.ops.counters import Counter, blocks_for
-from gpu_replay.ops.launch import Launch, per_program, reciprocal
+from gpu_replay.ops.launch import Launch, per_arguments, per_program, reciprocal
 from gpu_replay.ops.masses import MassTree
 
 
@@ -136,7 +137,7 @@ def make_draw(
     Its arguments: () or, to draw by rank, the sums of the masses of the ranks up to each, the ages in order of rank and
     their number; (batch,) slots, keys, probabilities and masses, and the minima, to be filled.
 
-    tree:    of masses, to draw by mass.
+    tree:    of masses, to draw by mass, and where transitions may have none; or of order codes.
     starts:  of ones for eligible starts, for uniform draws and the newest; None where all stored slots can be drawn.
     tracks_eligibility: whether stored slots exist that cannot be drawn.
     """
@@ -153,6 +154,7 @@ def make_draw(
     elif by == "mass" and tree is not None:
         levels = tree.levels
     newest = starts.levels if starts is not None and by_priority and drawn < batch else ()
+    held = tree.levels[:1] if tree is not None and not tracks_eligibility and drawn < batch else ()
     # none where all rows are the newest
     blocks = blocks_for(drawn if replacement else PERMUTATION_WORDS)
     # a draw a thread; programs of one warp where it searches, so that a small batch spreads over a GPU
@@ -164,6 +166,7 @@ def make_draw(
         programs,
         levels=levels,
         starts=newest,
+        held=held,
         counters_ptr=counters,
         drawn=drawn,
         batch=batch,
@@ -187,3 +190,91 @@ def make_draw(
         launch(*arguments)
 
     return draw, blocks, minima
+
+
+Result = TypeVar("Result")
+
+
+class DeviceRandom:
+    """Device: the random stream of a buffer as samplers of somebody's own take it."""
+
+    def __init__(self, counters: Tensor) -> None:
+        # blocks of the stream that were taken since `begin`
+        self.counters, self._blocks = counters, 0
+        self._launches = per_arguments(self._launch)
+
+    def begin(self) -> None:
+        """The next numbers are the first of the next draw."""
+        self._blocks = 0
+
+    def advancing(self, gather: Callable[..., Result]) -> Callable[..., Result]:
+        """What ends a sample, after the numbers that it took; the stream goes back if that fails."""
+
+        def end(*arguments: Any) -> Result:
+            self.counters[Counter.RANDOM] += self._blocks
+            try:
+                return gather(*arguments)
+            except BaseException:
+                self.counters[Counter.RANDOM] -= self._blocks
+                raise
+
+        return end
+
+    def doubles(self, count: int) -> Tensor:
+        """The next (count,) float64 in [0, 1); one launch."""
+        numbers = torch.empty(count, dtype=torch.float64, device=self.counters.device)
+        if count:
+            self._launches(count)(numbers, count, self._blocks)
+            self._blocks += blocks_for(count)
+        return numbers
+
+    def _launch(self, count: int) -> Launch:
+        from gpu_replay.kernels.draw import doubles_kernel
+
+        draws = per_program(128, count, self.counters.device.type == "cpu")
+        return Launch(doubles_kernel, -(-count // draws), counters_ptr=self.counters, DRAWS=draws)
+
+
+# a chance of 1 as a mass
+_SURE = 2.0**62
+
+
+def make_chosen_draw(
+    choose: Callable[[Tensor, int, DeviceRandom], tuple[Tensor, Tensor]],
+    random: DeviceRandom,
+    drawn: int,
+    batch: int,
+    capacity: int,
+    starts: MassTree | None,
+) -> Callable[..., None]:
+    """Device: a function that draws as that of `make_draw`, by a sampler of somebody's own, in torch; it leaves one
+    minimum, and takes no random words but those of `random`.
+
+    choose: (drawn,) int64 places, counted from the oldest, and their float64 chances, of a total.
+    starts: of ones for eligible starts; None where all stored slots can be drawn.
+    """
+    counters, ages = random.counters, torch.arange(capacity, device=random.counters.device)
+    newest = torch.arange(drawn - batch, 0, device=counters.device)
+
+    def draw(_: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        slots, keys, probability, masses, lowest = outputs
+        added = counters[Counter.ADDED].clone()
+        oldest = torch.maximum(counters[Counter.FIRST], added - capacity)
+        total = added - oldest if starts is None else counters[Counter.ELIGIBLE]
+        random.begin()
+        places, chances = choose(total, drawn, random)
+        places = torch.cat((places, (newest + total).clamp(min=0)))
+        if starts is not None:
+            # ages of slots, from the oldest in the ring on
+            counted = starts.masses[(ages + added) % capacity].cumsum(0)
+            places = torch.searchsorted(counted, places, right=True).clamp(max=capacity - 1)
+            oldest = added
+        torch.remainder(oldest + places, capacity, out=slots)
+        torch.sub(added - 1, (added - 1 - slots) % capacity, out=keys)
+        probability.fill_(1.0)
+        probability[:drawn] = chances
+        masses.zero_()
+        masses[:drawn] = (chances * _SURE).to(torch.int64).clamp(min=1)
+        lowest[:1] = masses[:drawn].min()
+
+    return draw

@@ -200,22 +200,20 @@ class MassTree:
 
     def build(self) -> None:
         """Recompute all sums from the leaves."""
-        if self.backend == "host":
-            self._mark_all_changed()
+        self.mark_all_changed()
         for below, above in pairwise(self.levels):
             sums = below.view(-1, self.fanout).sum(1)
             above[: sums.numel()] = sums
 
     def clear(self) -> None:
         """No slot has mass."""
-        if self.backend == "host":
-            self._mark_all_changed()
+        self.mark_all_changed()
         for level in self.levels:
             level.zero_()
 
-    def _mark_all_changed(self) -> None:
-        """Host: tell the order of ranks, where one is kept, that more slots have changed than can be recorded."""
-        if self.host.changed_slots.size:
+    def mark_all_changed(self) -> None:
+        """Tell the order of ranks, where the host keeps one, that more slots have changed than can be recorded."""
+        if self.backend == "host" and self.host.changed_slots.size:
             self.host.changed_slots[0] = self.host.changed_slots.size
 
     def lowest(self) -> Tensor:

@@ -188,6 +188,7 @@ class Streams:
             whole = (self.flags[last] & Flag.DEAD == 0) & (self.depth[last] >= shape.ahead)
             goes_on = ~ended & (flags & (Flag.DEAD | Flag.CUT) == 0) & (behind >= age)
             is_open &= torch.where(age < shape.ahead, goes_on, whole)
+        is_open &= self.flags[slots] & Flag.EXCLUDED == 0
         is_open &= keys - self.depth[slots].clamp(max=shape.stack - 1) * envs >= first
         masses = self.open_masses.view(-1)[keys % self.open_masses.numel()]
         return torch.where(is_open, masses, 0)

@@ -73,8 +73,8 @@ _OWN_CALLS = {
     "keys",
     "priorities",
     "batches",
+    "epoch",
 }
-_OWN_CALLS |= {"epoch"}
 
 
 class ShardedReplay:

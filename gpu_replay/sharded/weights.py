@@ -39,9 +39,11 @@ def exponent_of(buffer: Buffer, beta: float | None) -> Tensor:
 
 def drawable(buffer: Buffer) -> Tensor:
     """The number of rows that can be drawn, an int64 scalar on the device."""
-    counts = buffer._counters
+    counts, state = buffer._counters, buffer._state
     if buffer._tracks_eligibility:
         return counts[Counter.ELIGIBLE]
+    if state.tree is not None and state.excluded:
+        return (state.tree.masses > 0).sum()
     return counts[Counter.ADDED] - torch.maximum(counts[Counter.FIRST], counts[Counter.ADDED] - buffer.capacity)
 
 

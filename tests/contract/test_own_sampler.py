@@ -1,7 +1,4 @@
-"""A sampler of a user's own: one class outside the package, which both buffers on a CPU draw by, count and save.
-
-A device refuses it, where it has no kernel.
-"""
+"""A sampler of a user's own: one class outside the package, which both buffers draw by, count and save anywhere."""
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ from places import given, live, make
 from refusals import whole_state
 from test_distributions import lived
 from tolerances import close
+from torch import Tensor
 from transitions import same
 
 from gpu_replay import CheckpointError, Combined, Field, Proportional, ReplayBuffer, ShardedReplay, Uniform
@@ -40,12 +38,12 @@ class Recent(BaseSampler):
 
     window: int = 1_000
 
-    def places(self, total: int, rows: int, random: Any) -> np.ndarray:
-        return total - 1 - (random.doubles(rows) * min(self.window, total)).astype(np.int64)
+    def places(self, total: Tensor, rows: int, random: Any) -> Tensor:
+        return total - 1 - (random.doubles(rows) * total.clamp(max=self.window)).long()
 
-    def chances(self, places: np.ndarray, total: int) -> np.ndarray:
-        window = min(self.window, total)
-        return np.where(places >= total - window, 1 / window, 0.0)
+    def chances(self, places: Tensor, total: Tensor) -> Tensor:
+        window = total.clamp(max=self.window)
+        return torch.where(places >= total - window, 1.0 / window.double(), 0.0)
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,12 @@ class Geometric(BaseSampler):
     keep: float = 0.9
     beta: float | LinearSchedule = 0.0
 
-    def places(self, total: int, rows: int, random: Any) -> np.ndarray:
-        age = np.log1p(random.doubles(rows) * (self.keep**total - 1)) / math.log(self.keep)
-        return total - 1 - np.minimum(age, total - 1).astype(np.int64)
+    def places(self, total: Tensor, rows: int, random: Any) -> Tensor:
+        age = torch.log1p(random.doubles(rows) * (self.keep ** total.double() - 1)) / math.log(self.keep)
+        return total - 1 - age.long().minimum(total - 1)
 
-    def chances(self, places: np.ndarray, total: int) -> np.ndarray:
-        return self.keep ** (total - 1.0 - places) * (1 - self.keep) / (1 - self.keep**total)
+    def chances(self, places: Tensor, total: Tensor) -> Tensor:
+        return self.keep ** (total - 1 - places).double() * (1 - self.keep) / (1 - self.keep ** total.double())
 
 
 OWN: dict[str, Any] = {
@@ -75,7 +73,7 @@ BUFFERS = ("exact", "next_step", "same_step")
 
 def chances_of(sampler: Any, keys: list[int]) -> dict[int, float]:
     """The probability of each of these keys, the oldest first, of one row that is not among the newest."""
-    chances = sampler.base.chances(np.arange(len(keys)), len(keys)).tolist()
+    chances = sampler.base.chances(torch.arange(len(keys)), torch.tensor(len(keys))).tolist()
     return dict(zip(keys, chances, strict=True))
 
 
@@ -105,7 +103,6 @@ def test_keys_probabilities_and_weights_are_those_that_the_sampler_says(name: st
     check_counts(found, chance)
 
 
-@host_only
 @pytest.mark.parametrize("kind", ["rows", "steps"])
 @pytest.mark.parametrize("name", OWN)
 def test_statistics_are_those_of_its_chances(name: str, kind: str) -> None:
@@ -118,7 +115,6 @@ def test_statistics_are_those_of_its_chances(name: str, kind: str) -> None:
     assert (empty.entropy, empty.effective_sample_size) == (0.0, 0.0)
 
 
-@host_only
 @pytest.mark.parametrize("kind", BUFFERS)
 @pytest.mark.parametrize("way", ["state", *RENEWED])
 def test_a_copy_or_a_checkpoint_of_its_buffer_draws_on(way: str, kind: str) -> None:
@@ -161,7 +157,6 @@ def check_kept(found: Any, sampler: Any) -> None:
     assert (found.number, found.table.tolist()) == (sampler.number, list(range(found.window)))
 
 
-@host_only
 @pytest.mark.parametrize("kind", ["exact", "next_step"])
 @pytest.mark.parametrize("way", ["state", *RENEWED])
 def test_its_fields_come_back_as_they_were(way: str, kind: str) -> None:
@@ -245,7 +240,6 @@ def test_a_sampler_that_its_fields_do_not_make_again_is_refused(kind: str) -> No
         make(kind, sampler=Told(7, extra=1))
 
 
-@host_only
 @pytest.mark.parametrize("name", ["recent", "combined"])
 def test_a_checkpoint_needs_its_class(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, kind = used("exact", OWN[name]), type(OWN[name].base)
@@ -277,7 +271,6 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@host_only
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("kind", BUFFERS)
@@ -288,12 +281,29 @@ def test_ranks_draw_by_it(kind: str) -> None:
     shard.close()
 
 
+@dataclass(frozen=True)
+class InNumPy(BaseSampler):
+    """As version 0.3 wanted it, in one of its methods or in both."""
+
+    places_too: bool = True
+
+    def places(self, total: Any, rows: int, random: Any) -> Any:
+        if self.places_too:
+            return (random.doubles(rows) * total).astype(np.int64)
+        return (random.doubles(rows) * total).long()
+
+    def chances(self, places: Any, total: Any) -> Any:
+        return np.full(len(places), 1 / int(total))
+
+
 @pytest.mark.parametrize("kind", BUFFERS)
-def test_a_device_without_a_kernel_for_it_refuses_it(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device == "cpu":
-        monkeypatch.setenv("GPU_REPLAY_BACKEND", "triton")
-    for sampler in (Recent(7), Combined(Recent(7))):
-        with pytest.raises(ValueError, match=r'Recent\(window=7\).* has no kernel.*Give device="cpu"'):
+@pytest.mark.parametrize("places_too", [True, False])
+def test_a_class_in_numpy_is_refused_with_the_form_in_torch(places_too: bool, kind: str, device: str) -> None:
+    words = (
+        r"methods of InNumPy must take and return tensors .*places\(self, total, rows, random\): return .*\.long\(\)"
+    )
+    for sampler in (InNumPy(places_too), Combined(InNumPy(places_too))):
+        with pytest.raises(TypeError, match=words):
             make(kind, sampler=sampler, device=device)
 
 
@@ -323,16 +333,21 @@ class Wrong(BaseSampler):
 
     name: str
 
-    def places(self, total: int, rows: int, random: Any) -> Any:
-        random.words(3)
-        return WRONG[self.name][0](total, rows)
+    def places(self, total: Tensor, rows: int, random: Any) -> Any:
+        random.doubles(3)
+        # not before the buffer is there
+        return WRONG[self.name][0](total, rows) if rows > 2 else torch.zeros(rows, dtype=torch.int64)
 
-    def chances(self, places: np.ndarray, total: int) -> Any:
-        return WRONG[self.name][1](places)
+    def chances(self, places: Tensor, total: Tensor) -> Any:
+        return WRONG[self.name][1](places) if len(places) > 2 else ones(places)
 
 
-def ones(places: np.ndarray) -> np.ndarray:
-    return np.ones(places.size)
+def ones(places: Tensor) -> Tensor:
+    return torch.ones(places.shape, dtype=torch.float64)
+
+
+def whole(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
 
 
 def fails(*_: Any) -> Any:
@@ -341,18 +356,20 @@ def fails(*_: Any) -> Any:
 
 # its places, its chances, and the error
 OUT, UNLIKELY = (
-    r"places\(\d+, 5\) must return 5 integers from 0 to \d+\.",
+    r"places\(\d+, 5\) must return 5 integers",
     "chances of 5 drawn places must be 5 numbers above",
 )
 WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
-    "past the newest": (lambda total, rows: np.full(rows, total), ones, ValueError, OUT),
-    "before the oldest": (lambda total, rows: np.arange(rows) - 1, ones, ValueError, OUT),
-    "too few": (lambda total, rows: np.zeros(rows - 1, np.int64), ones, ValueError, OUT),
-    "a column": (lambda total, rows: np.zeros((rows, 1), np.int64), ones, ValueError, OUT),
+    "past the newest": (lambda total, rows: total.repeat(rows), ones, ValueError, rf"{OUT} from 0 to \d+;"),
+    "before the oldest": (lambda total, rows: torch.arange(rows) - 1, ones, ValueError, rf"{OUT} from 0 to \d+;"),
+    "too few": (lambda total, rows: whole(rows - 1), ones, ValueError, rf"{OUT} on cpu; .* shape \[4\]"),
+    "a column": (lambda total, rows: whole(rows, 1), ones, ValueError, rf"{OUT} on cpu; .* shape \[5, 1\]"),
+    "no integers": (lambda total, rows: torch.zeros(rows), ones, ValueError, rf"{OUT} on cpu; found float32"),
+    "an array": (lambda total, rows: np.zeros(rows, np.int64), ones, ValueError, rf"{OUT} on cpu; found array"),
     "an error": (fails, ones, ZeroDivisionError, "places"),
-    "no chance": (lambda total, rows: np.arange(rows), lambda places: places / 9, ValueError, UNLIKELY),
-    "not a number": (lambda total, rows: np.zeros(rows), lambda places: ones(places) * np.nan, ValueError, UNLIKELY),
-    "too many chances": (lambda total, rows: np.zeros(rows), lambda places: np.ones(9), ValueError, UNLIKELY),
+    "no chance": (lambda total, rows: torch.arange(rows), lambda places: places / 9, ValueError, UNLIKELY),
+    "not a number": (lambda total, rows: whole(rows), lambda places: ones(places) * math.nan, ValueError, UNLIKELY),
+    "too many chances": (lambda total, rows: whole(rows), lambda places: torch.ones(9), ValueError, UNLIKELY),
 }
 
 
@@ -360,11 +377,11 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
 ASKED: Counter[int] = Counter()
 NO_SUM = r"Improbable\(name=.* chances of all \d+ places .* sum to 1; found"
 IMPROBABLE: dict[str, Any] = {
-    "too large": lambda places, total: np.ones(places.size),
-    "too small": lambda places, total: np.full(places.size, (1 - 2e-6) / total),
-    "negative": lambda places, total: np.where(places == 0, -1 / total, np.where(places == 1, 3 / total, 1 / total)),
-    "not a number": lambda places, total: np.where(places == 0, np.nan, 1 / total),
-    "one too few": lambda places, total: np.full(places.size - (places.size == total), 1 / total),
+    "too large": lambda places, total: ones(places),
+    "too small": lambda places, total: ones(places) * (1 - 2e-6) / total,
+    "negative": lambda places, total: ones(places) / total + (places == 1) * 2 / total - (places == 0) * 2 / total,
+    "not a number": lambda places, total: torch.where(places == 0, math.nan, ones(places) / total),
+    "one too few": lambda places, total: ones(places[len(places) == total :]) / total,
 }
 
 
@@ -374,13 +391,13 @@ class Improbable(BaseSampler):
 
     name: str
 
-    def places(self, total: int, rows: int, random: Any) -> np.ndarray:
-        return np.full(rows, total - 1)
+    def places(self, total: Tensor, rows: int, random: Any) -> Tensor:
+        return (total - 1).repeat(rows)
 
-    def chances(self, places: np.ndarray, total: int) -> Any:
-        ASKED[total] += places.size == total
+    def chances(self, places: Tensor, total: Tensor) -> Any:
+        ASKED[int(total)] += len(places) == total
         if self.name == "nearly":
-            return np.full(places.size, (1 + 5e-7) / total)
+            return ones(places) * (1 + 5e-7) / total
         return IMPROBABLE[self.name](places, total)
 
 
@@ -391,7 +408,6 @@ REFUSED: dict[str, tuple[BaseSampler, type[Exception], str, bool]] = {
 }
 
 
-@host_only
 @pytest.mark.parametrize("kind", BUFFERS)
 @pytest.mark.parametrize("name", REFUSED)
 def test_places_and_chances_that_cannot_be_are_refused_and_change_nothing(name: str, kind: str) -> None:
@@ -408,7 +424,6 @@ def test_places_and_chances_that_cannot_be_are_refused_and_change_nothing(name: 
         assert whole_state(buffer) == before
 
 
-@host_only
 def test_chances_of_all_places_are_asked_for_once_in_a_buffer_of_up_to_a_million_rows(tmp_path: Path) -> None:
     fields = {"x": Field((), torch.uint8)}
     buffer = ReplayBuffer(1_000_001, fields, sampler=Improbable("nearly"), device="cpu")
@@ -422,7 +437,7 @@ def test_chances_of_all_places_are_asked_for_once_in_a_buffer_of_up_to_a_million
     buffer.load_state_dict(buffer.state_dict())
     for _ in range(2):
         buffer.sample(4)
-    assert ASKED == {1_000: 4}
+    assert +ASKED == {1_000: 4}
     large = ReplayBuffer(1_000_001, fields, sampler=Improbable("too large"), device="cpu")
     large.add(x=np.zeros(1_000_001, np.uint8))
     assert large.sample(2).probability.tolist() == [1.0, 1.0]

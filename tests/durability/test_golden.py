@@ -64,7 +64,7 @@ class Tasks(BaseSampler):
     half: int = field(init=False, default=3)
 
     def places(self, total: int, rows: int, random: Any) -> Any:
-        return (random.doubles(rows) * total).astype("int64")
+        return (random.doubles(rows) * total).long()
 
 
 @pytest.mark.parametrize("combined", [False, True])

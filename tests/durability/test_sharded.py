@@ -29,6 +29,7 @@ from programs import SAMPLERS, numbers
 from ranks import Gone, Raised, Ranks, ranks_of
 from refusals import whole_state
 from tolerances import close
+from torch import Tensor
 
 from gpu_replay import (
     CheckpointError,
@@ -61,13 +62,14 @@ class Newer(BaseSampler):
 
     beta: float = 0.5
 
-    def places(self, total: int, rows: int, random: Any) -> np.ndarray:
-        chances = self.chances(np.arange(total), total)
-        return np.searchsorted(chances.cumsum(), random.doubles(rows) * chances.sum()).clip(max=total - 1)
+    def places(self, total: Tensor, rows: int, random: Any) -> Tensor:
+        older, half = total // 2, (3 * (total - total // 2) + total // 2).double()
+        point = random.doubles(rows) * half
+        return torch.where(point < older, point, older + (point - older) / 3).long().minimum(total - 1)
 
-    def chances(self, places: np.ndarray, total: int) -> np.ndarray:
-        shares = np.where(np.arange(total) >= total // 2, 3.0, 1.0)
-        return (shares / shares.sum())[places]
+    def chances(self, places: Tensor, total: Tensor) -> Tensor:
+        whole = (3 * (total - total // 2) + total // 2).double()
+        return torch.where(places >= total // 2, 3.0, 1.0).double() / whole
 
 
 @pytest.fixture(scope="module")

@@ -122,6 +122,8 @@ class Model:
         self.by_mass, self.by_rank = isinstance(self.base, Proportional), isinstance(self.base, RankBased)
         # the priority of each key that can be drawn
         self.held: dict[int, float] = {}
+        # keys that are never drawn again
+        self.excluded: set[int] = set()
         self.running: float | None = None
         self.stale = self.samples = 0
         self.times = Counter[int]()
@@ -161,6 +163,16 @@ class Model:
     def waits(self, key: int) -> bool:
         """Whether a key is that of something that may be drawn later."""
         return False
+
+    def keeps_tree(self) -> bool:
+        """Whether rows can be taken out."""
+        return self.starts or self.by_mass or self.by_rank
+
+    def exclude(self, keys: Sequence[int]) -> None:
+        live = self.live()
+        self.stale += sum(key not in live for key in keys if key != -1)
+        self.excluded |= {key for key in keys if key in live}
+        self.held = {key: value for key, value in self.held.items() if key not in self.excluded}
 
     def write(self, keys: Sequence[int], names: Sequence[str], values: Sequence[Any]) -> None:
         """Put these values, one for each key, in the place of what is stored."""
@@ -309,14 +321,14 @@ class RowModel(Model):
         return range(max(self.forgotten, self.added - self.capacity), self.added)
 
     def eligible(self) -> list[int]:
-        return list(self.live())
+        return [key for key in self.live() if key not in self.excluded]
 
     def add(self, count: int, priority: Sequence[float] | None = None) -> list[int]:
         new = range(self.added, self.added + count)
         given = [self.initial()] * count if priority is None else [abs(each) for each in priority]
         self.added += count
         self.held |= dict(zip(new, given, strict=True))
-        self.held = {key: self.held[key] for key in self.live()}
+        self.held = {key: self.held[key] for key in self.eligible()}
         self.note(priority or [])
         return list(new)
 
@@ -393,6 +405,10 @@ class StepModel(Model):
         self.held = {key: self.held.get(key, fresh.get(key, 0.0)) for key in self.eligible()}
         self.note(given)
         return list(range(first, self.added))
+
+    def exclude(self, keys: Sequence[int]) -> None:
+        super().exclude(keys)
+        self._view = None
 
     def _own(self, key: int) -> float | None:
         env, number = self.view().place(key)
@@ -561,7 +577,8 @@ class View:
         """Keys of the starts that can be drawn, ascending."""
         if self._eligible is None:
             begins = self._complete if self.model.sequences is None else self._begins
-            self._eligible = [key for key in self.live() if begins(*self.place(key))]
+            excluded = self.model.excluded
+            self._eligible = [key for key in self.live() if key not in excluded and begins(*self.place(key))]
         return list(self._eligible)
 
     def _begins(self, env: int, start: int) -> bool:

@@ -172,6 +172,15 @@ class Both:
         )
         self.model.update(keys, priorities)
 
+    def exclude(self, keys: Sequence[int]) -> None:
+        """Take these rows out, or fail unless a buffer without a tree says what to do."""
+        given, keeps = torch.tensor(keys, dtype=torch.int64, device=self.buffer.device), self.model.keeps_tree()
+        words = r"sampler=Proportional\(alpha=0\)"
+        with nullcontext() if keeps else pytest.raises(RuntimeError, match=words):
+            self.buffer.exclude(given)
+        if keeps:
+            self.model.exclude(keys)
+
     def write(self, keys: Sequence[int], names: Sequence[str], values: Sequence[Any], given: dict[str, Any]) -> None:
         """Write these values, which are given as rows of these fields."""
         self.buffer.write(torch.tensor(keys, dtype=torch.int64, device=self.buffer.device), **given)

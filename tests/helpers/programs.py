@@ -108,6 +108,8 @@ def any_call(draw: random.Random, kind: str, capacity: int, envs: int, end: floa
     if chance < 0.88:
         keys = any_keys(draw, capacity)
         return "update", keys, numbers(draw, len(keys), style)
+    if chance < 0.895:
+        return "exclude", any_keys(draw, capacity)
     if chance < 0.91:
         return "write", any_keys(draw, capacity), draw.randrange(1, 8), draw.randint(0, 200)
     if chance < 0.94:
@@ -242,6 +244,9 @@ class Player:
 
     def update(self, keys: list[int | None], numbers: list[float]) -> None:
         self.pair.update(self.keys(keys), numbers)
+
+    def exclude(self, keys: list[int | None]) -> None:
+        self.pair.exclude(self.keys(keys))
 
     def write(self, keys: list[int | None], some: int, first: int) -> None:
         """Write to one field or to several, as the bits of `some` say."""
