@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from gpu_replay.stats import Stats
     from gpu_replay.trajectory_buffer import TrajectoryReplayBuffer
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "ReplayBuffer",
