@@ -263,7 +263,7 @@ class BaseSampler(_RandomSampler):
                 window = total.clamp(max=self.window)
                 return torch.where(places >= total - window, 1.0 / window, 0.0).double()
 
-    It draws from all eligible rows, and works in both buffers on every device, in `capture`, `Combined`, sequences,
+    It samples all eligible rows, and works in both buffers on every device, in `capture`, `Combined`, sequences,
     shards, `stats()` and checkpoints; a program that loads one must have defined the class. Within a CUDA graph its
     methods must not read from the device, as `total.item()` does. Its fields are numbers, strings, bools, None,
     LinearSchedule, and tuples, lists and string-keyed dicts of these, and come back as they were; another kind is a
@@ -286,7 +286,7 @@ class BaseSampler(_RandomSampler):
         """Return the probability, (n,) float64, that one row is at each of these places, (n,) int64.
 
         Over all places they sum to 1 (to 1e-6): ValueError at the first sample of a buffer on the CPU from which at
-        most a million rows can be drawn, and in `stats()`.
+        most a million rows can be sampled, and in `stats()`.
         """
         return torch.ones(places.shape, dtype=torch.float64, device=places.device) / total
 
@@ -329,7 +329,7 @@ def choose(sampler: BaseSampler, total: Tensor, rows: int, random: Random) -> tu
     elif bool((places < 0).any()) or bool((places >= total).any()):
         raise ValueError(f"{wanted} from 0 to {int(total) - 1}; found {_described(places)}.")
     chances = sampler.chances(places.clone(), total.clone())
-    wanted = f"{sampler}: chances of {rows} drawn places must be {rows} numbers above 0"
+    wanted = f"{sampler}: chances of {rows} sampled places must be {rows} numbers above 0"
     if not _is_column(chances, total, rows) or (on_host and not bool((chances > 0).all())):
         raise ValueError(f"{wanted} on {total.device}; found {_described(chances)}.")
     return places, chances.to(torch.float64)
