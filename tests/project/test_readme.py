@@ -161,6 +161,22 @@ def test_the_commands_name_extras_and_files_that_there_are() -> None:
     assert commands[1].endswith(".venv/bin/python -m pytest -n 2")
 
 
+def test_the_first_screens_say_what_a_newcomer_asks() -> None:
+    asked = [
+        "](docs/guide.md)",
+        "```bash\npip install",
+        "```python",
+        "\nprints\n",
+        "It replaces",
+        "**For**",
+        "**Not for**",
+    ]
+    asked += ["-m venv", "<!-- ci: tests -->", "## DQN", "## Why", "## Speed"]
+    places = [README.index(words) for words in asked]
+    assert places == sorted(places)
+    assert len(block(README, "python").splitlines()) <= 12
+
+
 def test_versions_agree() -> None:
     for name, written in (("torch", "PyTorch"), ("numpy", "NumPy")):
         (minimum,) = re.findall(rf'"{name}>=([\d.]+)"', PYPROJECT)
