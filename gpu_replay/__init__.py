@@ -1,14 +1,22 @@
 """A tensor replay buffer for PyTorch that lives on the GPU: exact prioritized sampling with no host in the loop."""
 
+import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # In a checkout the device code and the benchmarks stand beside the package; installed, they are inside it. The real
-# folder comes first: an editable install reaches this file through a folder of links, which new modules are not in.
+# folder is named because an editable install reaches this file through a folder of links, which new modules are not in.
+# The checkout's root is not: the package lies there too, and `gpu_replay.gpu_replay` would be a second copy of it.
 _folder = Path(__file__).resolve().parent
 if (_folder.parent / "pyproject.toml").is_file():
-    __path__[:] = [str(_folder), str(_folder.parent)]
+    __path__[:] = [str(_folder)]
+    for _name in ("kernels", "bench"):
+        _spec = ModuleSpec(f"{__name__}.{_name}", None, is_package=True)
+        _spec.submodule_search_locations = [str(_folder.parent / _name)]
+        globals()[_name] = sys.modules[_spec.name] = module_from_spec(_spec)
 
 if TYPE_CHECKING:
     from gpu_replay.batch import Batch
@@ -30,7 +38,7 @@ if TYPE_CHECKING:
     from gpu_replay.stats import Stats
     from gpu_replay.trajectory_buffer import TrajectoryReplayBuffer
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "ReplayBuffer",

@@ -137,7 +137,7 @@ class Sampler(ABC):
         kin = [each.__name__ for each in cls.__mro__ if each.__module__ == __name__ and getattr(each, "kernel", None)]
         if outside and kin:
             raise TypeError(
-                f"{cls.__name__} derives from {kin[0]}, and a device would draw it as that. Derive it from BaseSampler."
+                f"{cls.__name__} derives from {kin[0]}, and a GPU would sample it as that. Derive it from BaseSampler."
             )
         if outside or not cls.__name__.startswith(("_", "Base")):
             Sampler.kinds[cls.__name__] = cls
@@ -263,7 +263,7 @@ class BaseSampler(_RandomSampler):
                 window = total.clamp(max=self.window)
                 return torch.where(places >= total - window, 1.0 / window, 0.0).double()
 
-    It draws from all eligible rows, and works in both buffers on every device, in `capture`, `Combined`, sequences,
+    It samples all eligible rows, and works in both buffers on every device, in `capture`, `Combined`, sequences,
     shards, `stats()` and checkpoints; a program that loads one must have defined the class. Within a CUDA graph its
     methods must not read from the device, as `total.item()` does. Its fields are numbers, strings, bools, None,
     LinearSchedule, and tuples, lists and string-keyed dicts of these, and come back as they were; another kind is a
@@ -286,7 +286,7 @@ class BaseSampler(_RandomSampler):
         """Return the probability, (n,) float64, that one row is at each of these places, (n,) int64.
 
         Over all places they sum to 1 (to 1e-6): ValueError at the first sample of a buffer on the CPU from which at
-        most a million rows can be drawn, and in `stats()`.
+        most a million rows can be sampled, and in `stats()`.
         """
         return torch.ones(places.shape, dtype=torch.float64, device=places.device) / total
 
@@ -329,7 +329,7 @@ def choose(sampler: BaseSampler, total: Tensor, rows: int, random: Random) -> tu
     elif bool((places < 0).any()) or bool((places >= total).any()):
         raise ValueError(f"{wanted} from 0 to {int(total) - 1}; found {_described(places)}.")
     chances = sampler.chances(places.clone(), total.clone())
-    wanted = f"{sampler}: chances of {rows} drawn places must be {rows} numbers above 0"
+    wanted = f"{sampler}: chances of {rows} sampled places must be {rows} numbers above 0"
     if not _is_column(chances, total, rows) or (on_host and not bool((chances > 0).all())):
         raise ValueError(f"{wanted} on {total.device}; found {_described(chances)}.")
     return places, chances.to(torch.float64)
@@ -382,8 +382,8 @@ def _check_written_in_torch(sampler: BaseSampler, capacity: int, device: torch.d
 class Uniform(_RandomSampler):
     """Every stored transition is equally likely.
 
-    replacement: False draws `B` distinct transitions in random order (`B > len(buffer)` is a ValueError);
-                 True draws each row independently.
+    replacement: False samples `B` distinct transitions in random order (`B > len(buffer)` is a ValueError);
+                 True samples each row independently.
     """
 
     kernel = "uniform"
@@ -454,7 +454,7 @@ class Proportional(_Prioritized):
                 once only the last priority counts as given.
     normalize:  weights are divided by the largest in the batch ("batch"), or by the largest that any stored
                 transition could get ("buffer").
-    stratified: one draw from each of `B` equal parts of the total mass; False draws independently.
+    stratified: one sample from each of `B` equal parts of the total mass; False samples independently.
 
     Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
     """
@@ -497,7 +497,7 @@ class RankBased(_Prioritized):
     alpha:        0 is uniform; at least 0.
     beta:         exponent of the importance weights, a number at least 0 or a LinearSchedule.
     initial, normalize: as in Proportional.
-    stratified:   one draw from each of `B` parts of equal probability; False draws independently.
+    stratified:   one sample from each of `B` parts of equal probability; False samples independently.
 
     Ranks are exact at every `sample`. Only the order of priorities matters, so outliers do no harm.
 
@@ -582,7 +582,7 @@ def _some(found: int, needed: int = 1) -> int:
     """What can be drawn, or RuntimeError where it is less than the buffer counted."""
     if found < max(1, needed):
         raise RuntimeError(
-            "fewer transitions can be drawn than were counted. The buffer was changed past its lock, or its memory is "
-            "damaged; load it from a checkpoint."
+            "fewer transitions can be sampled than were counted. The buffer was changed past its lock, or its memory "
+            "is damaged; load it from a checkpoint."
         )
     return found

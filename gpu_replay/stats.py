@@ -28,11 +28,11 @@ class Stats:
                            without priorities.
     entropy:               of the sampling distribution, in nats; at most log(size), reached when it is uniform.
     effective_sample_size: 1 / sum(P ** 2), in transitions; at most size.
-    mean_age, max_age:     in transitions added since; the newest has age 0.
+    mean_age, max_age:     counted in transitions added since; the newest has age 0.
     mean_times_sampled, max_times_sampled: how often stored transitions have been sampled.
     stale_updates:         keys of updates and writes ignored because they were no longer live.
     rejected_priorities:   non-finite priorities ignored on a GPU, where a check would wait for the device.
-    saturated_priorities:  priorities so large that their mass was cut to the limit.
+    saturated_priorities:  priorities too large for a mass of their own: they count as the largest.
     lost_truncations:      truncated endings without a stored final observation, because you gave none or no place was
                            free: windows that end there are never sampled. Give `final_obs=`, or raise `final_capacity`.
     unexpected_resets:     steps after an ending, with `autoreset="next_step"`, that have a reward or a flag; a reset
@@ -84,7 +84,7 @@ def uniform_distribution(size: int) -> Distribution:
 
 
 def chance_distribution(chances: np.ndarray) -> Distribution:
-    """The distribution of transitions without priorities that are drawn with these (N,) float64 probabilities."""
+    """The distribution of transitions without priorities that are sampled with these (N,) float64 probabilities."""
     drawn = chances[chances > 0]
     entropy = max(0.0, -float((drawn * np.log(drawn)).sum()))
     return Distribution(math.nan, math.nan, math.nan, entropy, 1 / float((drawn**2).sum()) if drawn.size else 0.0)

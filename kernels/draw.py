@@ -133,7 +133,7 @@ def draw_kernel(
     outputs: slots, keys, probabilities (1 from row `drawn` on) and masses, 0 in rows that were not drawn by one; and,
              of draws by priority, for each program the smallest mass that it drew, or with LOWEST_OF_ALL that of all
              slots, found before, or of the last rank.
-    per_...: reciprocals, see `division.py`.
+    per_...: reciprocals, see `random.py`.
 
     It changes nothing that lasts.
 

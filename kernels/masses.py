@@ -406,7 +406,7 @@ def update_kernel(
 
     streams: as in `waiting_steps`: the mass of a step that may be drawn later waits; () of transitions.
     lines:   masses that may wait. ahead, stride, LONG, STRICT: of rows that are sequences, see `waiting_steps`.
-    per_...: reciprocals, see `division.py`.
+    per_...: reciprocals, see `random.py`.
     """
     levels, rule = tree
     position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)

@@ -1,7 +1,7 @@
 """Random words by position, numbers and permutations made of them, and division by numbers known before a launch.
 
-Such a division is a multiplication by `ops.draw.reciprocal`: one of 64 bits is a call of some hundred instructions, for
-which registers are spilled.
+Such a division is a multiplication by `ops.launch.reciprocal`: one of 64 bits is a call of some hundred instructions,
+for which registers are spilled.
 """
 
 import triton

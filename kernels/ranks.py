@@ -10,7 +10,7 @@ from .constants import BASE, NO_MASS
 def rank_at(sums_ptr, target, count, DIGITS: tl.constexpr):
     """The first ranks whose sum of masses exceeds (DRAWS,) targets, one digit of the rank after the other.
 
-    A thread searches for one target: see `tree.py`.
+    A thread searches for one target, as in `masses.py`.
     """
     rank = target * 0
     # of the parts into which a digit divides what is left

@@ -274,7 +274,7 @@ class Buffer(StatefulBuffer):
         if count == 0:
             self._refuse_empty(call)
         kind = "of the newest" if distinct == newest else "without replacement"
-        remedy = "." if kind == "of the newest" else ", or draw with Uniform(replacement=True)."
+        remedy = "." if kind == "of the newest" else ", or sample with Uniform(replacement=True)."
         raise ValueError(
             f"{call} {kind} needs {distinct} {self._units}; the buffer holds {count}. "
             f"Add more or lower the batch size{remedy}"
@@ -463,7 +463,7 @@ class Buffer(StatefulBuffer):
 
     @contextmanager
     def _recording(self, batch: int | None) -> Iterator[Recorded]:
-        """Count what is captured meanwhile. Raises as `sample` where there is too little to draw from."""
+        """Count what is captured meanwhile. Raises as `sample` where there is too little to sample from."""
         if batch is not None:
             with self._lock:
                 self._check_enough(batch)
@@ -475,7 +475,7 @@ class Buffer(StatefulBuffer):
 
     @contextmanager
     def _replaying(self, batch: int | None, recorded: Recorded) -> Iterator[None]:
-        """Order one replay of what was recorded. Raises as `sample` where there is too little to draw from."""
+        """Order one replay of what was recorded. Raises as `sample` where there is too little to sample from."""
         with self._alone():
             if batch is not None:
                 self._check_enough(batch)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from gpu_replay.ops.advice import warn_caller
 
 _INSTEAD = (
-    "its copy would add rows that nobody sees and draw what others draw. Let actors in other processes send their "
+    "its copy would add rows that nobody sees and sample what others sample. Let actors in other processes send their "
     "steps through a queue to the process of the buffer, as gpu_replay/examples/async_actors.py does, or make a buffer "
     "in that process."
 )

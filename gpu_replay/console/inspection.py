@@ -44,9 +44,9 @@ class BufferReport:
 
     settings:    of a trajectory buffer.
     fields:      with the bytes that each takes.
-    priority:    (n,) float64, 0 of rows that cannot be drawn; None without priorities.
-    probability: (n,) float64 of drawing each row once.
-    sampled:     (n,) how often each was drawn.
+    priority:    (n,) float64, 0 of rows that cannot be sampled; None without priorities.
+    probability: (n,) float64, of each row, in one sample of one row.
+    sampled:     (n,) how often each was sampled.
     keys:        (n,) int64.
     rows:        gives rows of a field by their slots.
     """
@@ -65,28 +65,34 @@ class BufferReport:
     rows: Callable[[str, np.ndarray], Tensor]
 
     @property
-    def drawable(self) -> int:
-        """Rows that can be drawn."""
+    def eligible(self) -> int:
+        """Rows that can be sampled."""
         return int((self.probability > 0).sum())
+
+    @property
+    def unit(self) -> str:
+        """What a row is."""
+        return "steps" if "num_envs" in self.settings else "transitions"
 
     def lines(self) -> list[str]:
         """Text of the figure: what is stored and how it is sampled."""
         size, spread = len(self.keys), chance_distribution(self.probability)
         sizes = {name: self.capacity * field.row_bytes for name, field in self.fields.items()}
         return [
-            f"{self.name}: {size:,} of {self.capacity:,} rows, {self.added:,} added",
+            f"{self.name}: {size:,} of {self.capacity:,} {self.unit}, {self.added:,} added",
             f"{self.sampler}",
             *([", ".join(f"{name}={value}" for name, value in self.settings.items())] if self.settings else []),
             *(
                 f"  {name}: {list(field.shape)} {str(field.dtype).removeprefix('torch.')}, {_bytes(sizes[name])}"
                 for name, field in self.fields.items()
             ),
-            f"ages 0 to {self.added - 1 - int(self.keys.min(initial=self.added - 1)):,} rows",
-            f"{self.drawable:,} rows can be drawn; effective sample size {spread.effective_sample_size:,.0f}",
-            f"entropy {spread.entropy:.2f} nats of {math.log(max(self.drawable, 1)):.2f} in a uniform draw",
-            f"drawn {self.sampled.mean() if size else 0:.2f} times on average, at most {self.sampled.max(initial=0):,}",
-            f"late updates {self.counters['STALE']:,}, rejected priorities {self.counters['REJECTED']:,}, cut to the "
-            f"largest mass {self.counters['SATURATED']:,}",
+            f"ages 0 to {self.added - 1 - int(self.keys.min(initial=self.added - 1)):,} {self.unit}",
+            f"{self.eligible:,} can be sampled; effective sample size {spread.effective_sample_size:,.0f}",
+            f"entropy {spread.entropy:.2f} nats; with all equally likely {math.log(max(self.eligible, 1)):.2f}",
+            f"sampled {self.sampled.mean() if size else 0:.2f} times on average, "
+            f"at most {self.sampled.max(initial=0):,}",
+            f"stale updates {self.counters['STALE']:,}, rejected priorities {self.counters['REJECTED']:,}, "
+            f"saturated priorities {self.counters['SATURATED']:,}",
         ]
 
 
@@ -216,9 +222,10 @@ def render(report: BufferReport, path: str | os.PathLike[str]) -> None:
     lines = [part for line in report.lines() for part in textwrap.wrap(line, _WIDTH, subsequent_indent="    ")]
     text.text(-0.1, 1.05, "\n".join(lines), va="top", family="monospace", fontsize=7)
     _plot_priorities(figure.add_subplot(grid[0, 1]), report)
-    share = report.probability * report.drawable
-    _plot_by_age(figure.add_subplot(grid[1, 0]), share, "sampling of a row, by age", "probability relative to uniform")
-    _plot_by_age(figure.add_subplot(grid[1, 1]), report.sampled, "draws of a row so far, by age", "draws")
+    share = report.probability * report.eligible
+    by_age = partial(_plot_by_age, unit=report.unit)
+    by_age(figure.add_subplot(grid[1, 0]), share, "probability of being sampled, by age", "relative to uniform")
+    by_age(figure.add_subplot(grid[1, 1]), report.sampled, "times sampled so far, by age", "times sampled")
     for row, (title, image) in enumerate(reversed(pictures.items())):
         box = (0.15 / width, (row_height * row + 0.05) / full_height, 1 - 0.3 / width, (row_height - 0.3) / full_height)
         axes = figure.add_axes(box, anchor="W")
@@ -252,23 +259,23 @@ def _plot_priorities(axes: Axes, report: BufferReport) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         # the parser of powers of ten would keep the frames that called it, and with them a buffer that is dropped
         axis.set_major_formatter(LogFormatter())
-    _titled(axes, "priorities of rows that can be drawn", "priority", "rows")
+    _titled(axes, f"priorities of {report.unit} that can be sampled", "priority", report.unit)
 
 
-def _plot_by_age(axes: Axes, values: np.ndarray, title: str, label: str) -> None:
+def _plot_by_age(axes: Axes, values: np.ndarray, title: str, label: str, unit: str) -> None:
     """Plot the mean and the 10th to 90th percentile of rows, grouped by age."""
     from matplotlib.ticker import EngFormatter
 
-    _titled(axes, title, "age in rows (the newest is 0)", label)
+    _titled(axes, title, f"age in {unit} (the newest is 0)", label)
     if not len(values):
         return
     groups = np.array_split(values.astype(np.float64), min(_GROUPS, len(values)))
     ages = np.cumsum([len(group) for group in groups]) - 1
     low, high = (np.array([np.quantile(group, share) for group in groups]) for share in (0.1, 0.9))
-    axes.fill_between(ages, low, high, color=_BLUE, alpha=0.2, linewidth=0, label="10% to 90% of rows")
+    axes.fill_between(ages, low, high, color=_BLUE, alpha=0.2, linewidth=0, label=f"10% to 90% of {unit}")
     axes.plot(ages, [group.mean() for group in groups], color=_BLUE, label="mean")
     if "uniform" in label:
-        axes.axhline(1, color=_RED, linewidth=0.8, linestyle="--", label="uniform draw")
+        axes.axhline(1, color=_RED, linewidth=0.8, linestyle="--", label="uniform")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.legend(fontsize=7, frameon=False, loc="upper left" if "uniform" not in label else "upper right")
@@ -279,13 +286,13 @@ def _pictures(report: BufferReport) -> dict[str, np.ndarray]:
     names = [name for name, field in report.fields.items() if _is_image(field)]
     if not names or not len(report.keys):
         return {}
-    chosen = {"random rows": np.random.default_rng(0).permutation(len(report.keys))[:_SHOWN]}
+    chosen = {f"random {report.unit}": np.random.default_rng(0).permutation(len(report.keys))[:_SHOWN]}
     # new rows enter with the largest priority; only sampled rows have one that was learned
-    drawn = np.flatnonzero((report.probability > 0) & (report.sampled > 0))
-    if report.priority is not None and drawn.size:
-        largest = drawn[np.argsort(-report.priority[drawn], kind="stable")[:_SHOWN]]
+    sampled = np.flatnonzero((report.probability > 0) & (report.sampled > 0))
+    if report.priority is not None and sampled.size:
+        largest = sampled[np.argsort(-report.priority[sampled], kind="stable")[:_SHOWN]]
         high, low = report.priority[largest[[0, -1]]]
-        chosen = {f"rows drawn before with the largest priorities, {high:.3g} to {low:.3g}": largest, **chosen}
+        chosen = {f"sampled {report.unit} with the largest priorities, {high:.3g} to {low:.3g}": largest, **chosen}
     return {
         f"{names[0]} of {title}": _strip(report.rows(names[0], report.keys[places]).numpy())
         for title, places in chosen.items()

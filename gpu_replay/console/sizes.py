@@ -148,6 +148,8 @@ def report(
     places = sizes_by_place(sizes, placement, {*fields, "alignment"}, absent=absent)
     for place, held, _ in places:
         print(size_table(held) if not placement.apart else f"{place}:\n{size_table(held)}")
+    if options.num_envs is not None:
+        print("streams: the flags of each step, its place in its episode, and unfinished windows")
     print(f"the buffer alone takes {total:,} bytes, {total / capacity:,.1f} per transition")
     if "final_obs" in sizes:
         kept = sizes["final_obs"] // sum(field.row_bytes for name, field in step.items() if _is_observation(name))

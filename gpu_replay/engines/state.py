@@ -105,7 +105,7 @@ class SamplerState:
 
     def _required(self, tree: MassTree | None, what: str) -> MassTree:
         if tree is None:
-            raise RuntimeError(f"a buffer that draws by {self.sampler} keeps no tree of {what}.")
+            raise RuntimeError(f"a buffer that samples by {self.sampler} keeps no tree of {what}.")
         return tree
 
     def clear(self) -> None:

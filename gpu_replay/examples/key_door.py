@@ -4,7 +4,7 @@
       --epsilon-end 0.1 --epsilon-steps 100000 --learning-rate-end 1e-3 --eval-every 5000
 
 and the same with `--sampler uniform`. While the agent explores, about one step in a thousand is rewarded. Proportional
-replay draws these steps, and those before them whose values they changed, far more often than uniform replay does.
+replay samples these steps, and those before them whose values they changed, far more often than uniform replay does.
 """
 
 from __future__ import annotations

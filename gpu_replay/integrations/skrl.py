@@ -45,7 +45,7 @@ class ReplayMemory(Memory):
     device:      default: skrl's.
     replacement: as of RandomMemory: with False a batch has no row twice, and has fewer rows than asked for while fewer
                  are stored. Default: True.
-    sampler:     in place of `replacement`; by default each row is drawn independently.
+    sampler:     in place of `replacement`; by default each row is sampled independently.
     dtype:       of stored float observations and states, such as torch.bfloat16; samples have the dtype that the agent
                  asks for.
     seed:        seed of sampling.
@@ -72,7 +72,9 @@ class ReplayMemory(Memory):
         sequence_length: int = 1,
     ) -> None:
         if None not in (replacement, sampler):
-            raise ValueError(f"replacement={replacement} is of uniform draws; leave it out, or the sampler {sampler}.")
+            raise ValueError(
+                f"replacement={replacement} is of uniform sampling; leave it out, or the sampler {sampler}."
+            )
         super().__init__(memory_size=memory_size, num_envs=num_envs, device=device)
         self._distinct = replacement is not None and not replacement
         sampler = sampler or Uniform(replacement=not self._distinct)

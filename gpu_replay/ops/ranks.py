@@ -141,7 +141,7 @@ class HostRanks:
         self._renew(changed, added)
         count = counts.item(loops.RANKED)
         if not count:
-            raise RuntimeError("no stored row has a priority to draw by; a state that was loaded may have lost them.")
+            raise RuntimeError("no stored row has a priority to sample by; a state that was loaded may have lost them.")
         ranks, masses = np.empty((2, doubles.size), dtype=np.int64)
         loops.draw.compiled()(self._sums, count, doubles, stratified, ranks, masses)
         slots = self._located(ranks, added)

@@ -161,7 +161,7 @@ class Recorder:
         shown = shown if row["episodes"] else "no episode has ended, "
         self._bar.set_postfix_str(f"{shown}{row['updates_per_second']:.0f} upd/s", refresh=False)
         if time.perf_counter() - self._drawn > CURVE_SECONDS:
-            self.draw()
+            self.plot()
 
     def evaluated(self, step: int, evaluation: Evaluation, best: QNetwork | None) -> None:
         """Print the evaluation above the bar, and save the network if it is the best so far."""
@@ -191,12 +191,12 @@ class Recorder:
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
         replace_file(self._folder / NETWORK, lambda path: path.write_bytes(save(weights, metadata)))
 
-    def draw(self) -> None:
+    def plot(self) -> None:
         """Write the learning curve so far."""
         draw_curve(self._folder / CURVE, self._title, self.rows, self._threshold, self._settings)
         self._drawn = time.perf_counter()
 
-    def draw_buffer(self, buffer: TrajectoryReplayBuffer) -> None:
+    def plot_buffer(self, buffer: TrajectoryReplayBuffer) -> None:
         """Plot the replay buffer to a file."""
         replace_file(self._folder / BUFFER, buffer.plot)
 

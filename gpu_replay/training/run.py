@@ -302,8 +302,8 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team, max_seconds: float
             recorder.save(trainer.agent.judged, trainer.step)
         summary = summarize(trainer, fresh, reason, plan.seed, wall_seconds())
         run_dir.write_json(SUMMARY, summary)
-        recorder.draw()
-        recorder.draw_buffer(trainer.buffer)
+        recorder.plot()
+        recorder.plot_buffer(trainer.buffer)
     print(records.closing_lines(summary, run_dir.path))
     return EXIT_CODES.get(reason, 0)
 

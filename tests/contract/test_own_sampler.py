@@ -357,7 +357,7 @@ def fails(*_: Any) -> Any:
 # its places, its chances, and the error
 OUT, UNLIKELY = (
     r"places\(\d+, 5\) must return 5 integers",
-    "chances of 5 drawn places must be 5 numbers above",
+    "chances of 5 sampled places must be 5 numbers above",
 )
 WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "past the newest": (lambda total, rows: total.repeat(rows), ones, ValueError, rf"{OUT} from 0 to \d+;"),

@@ -23,7 +23,7 @@ def catch_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of a test draw nothing: half a second each. Those that are shared are made before, with their pictures."""
-    for name in ("draw", "draw_buffer"):
+    for name in ("plot", "plot_buffer"):
         monkeypatch.setattr(f"gpu_replay.training.records.Recorder.{name}", lambda *_: None)
 
 

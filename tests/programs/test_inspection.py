@@ -54,7 +54,7 @@ def test_the_numbers_are_those_of_the_buffer(sampler: Any, tmp_path: Path) -> No
             assert found.priority.tolist() == buffer.priorities(found.keys).tolist()
         rows = found.rows("obs", found.keys[[0, 3]])
         assert rows[:, 0, 0].tolist() == [44, 43]
-        assert "late updates 1," in text
+        assert "stale updates 1, rejected priorities 0, saturated priorities 0" in text
         assert "\nnum_envs=2, stack=2, n_step=1, gamma=0.99, autoreset=next_step\n" in text
 
 
@@ -69,7 +69,7 @@ def test_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     buffer.save(tmp_path / "run" / "checkpoint" / "000000000045" / "replay")
     assert main(["inspect", str(tmp_path / "run")]) == 0
     out = capsys.readouterr().out
-    assert "TrajectoryReplayBuffer: 60 of 60 rows, 90 added" in out
+    assert "TrajectoryReplayBuffer: 60 of 60 steps, 90 added" in out
     # of a checkpoint beside it, and again over the first
     buffer.save(tmp_path / "saved")
     assert main(["inspect", str(tmp_path / "saved")]) == main(["inspect", str(tmp_path / "saved")]) == 0

@@ -20,6 +20,9 @@ from test_architecture import sources
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {"gpu_replay", "kernels", "tests", "bench", "docs", ".ci", ".github", ".gitignore", "LICENSE", "mkdocs.yml"}
 TOP_LEVEL |= {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "constraints.txt", "pyproject.toml"}
+TOP_LEVEL |= {"MANIFEST.in"}
+# the folder that setuptools makes in what it builds
+MADE = "gpu_replay.egg-info"
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="installs with pip"),
     pytest.mark.skipif(os.name == "nt", reason="knows the folders of a POSIX environment"),
@@ -39,9 +42,23 @@ print(json.dumps({
     "files": {name: spec and spec.origin for name, spec in specs.items()},
     "other": kernels.NAME,
     "typed": (pathlib.Path(gpu_replay.__file__).parent / "py.typed").is_file(),
+    "beside": [name for name in ("gpu_replay", "tests", "docs") if importlib.util.find_spec(f"gpu_replay.{name}")],
 }))
 """
 
+# asked in the root of a checkout, without an installation
+ONCE = """
+import importlib.util, pathlib
+import gpu_replay
+import gpu_replay.kernels.constants
+from gpu_replay.bench import measure
+here = pathlib.Path.cwd()
+assert pathlib.Path(gpu_replay.__file__) == here / "gpu_replay" / "__init__.py"
+assert pathlib.Path(gpu_replay.kernels.constants.__file__) == here / "kernels" / "constants.py"
+assert pathlib.Path(measure.__file__) == here / "bench" / "measure.py"
+for name in ("gpu_replay", "tests", "docs"):
+    assert importlib.util.find_spec("gpu_replay." + name) is None, name
+"""
 
 BUILD = """
 import os, sys, tarfile
@@ -102,12 +119,34 @@ def run(command: list[Any], cwd: Path | None = None) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from what a source distribution holds, and nothing else."""
+def built(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution, packed and unpacked, and with the wheel made of it and of nothing else."""
     out = tmp_path_factory.mktemp("built")
     run([sys.executable, "-c", BUILD, out], cwd=checkout)
-    (built,) = out.glob("*.whl")
-    return built
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
+
+
+def test_the_source_distribution_can_be_tested_and_read(checkout: Path, built: Path) -> None:
+    (unpacked,) = (path for path in built.iterdir() if path.is_dir())
+    expected = {path.relative_to(checkout) for path in checkout.rglob("*") if path.is_file()}
+    # what is only of use to git and its host, and what building makes
+    expected -= {path for path in expected if path.parts[0] in (".github", ".gitignore", MADE)}
+    found = {path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_file()}
+    assert expected - found == set()
+    assert {path.parts[0] for path in found - expected} <= {"PKG-INFO", "setup.cfg", MADE, "build"}
+    for path in expected:
+        assert (unpacked / path).read_bytes() == (checkout / path).read_bytes()
+
+
+def test_a_checkout_holds_the_package_once(checkout: Path) -> None:
+    """Its root lies beside the package, and would offer every folder there as a part of it, the package included."""
+    run([sys.executable, "-W", "error", "-c", ONCE], cwd=checkout)
 
 
 def test_the_wheel_holds_the_package_and_nothing_beside_it(checkout: Path, wheel: Path) -> None:
@@ -159,6 +198,7 @@ def test_every_installation_finds_all_modules(tmp_path: Path, checkout: Path, wh
             answers = environment.answers(checkout, cwd)
             assert answers["other"] == "the other distribution"
             assert answers["typed"]
+            assert answers["beside"] == []
             for module, path in sources(checkout).items():
                 assert answers["files"][module] is not None, f"{module} cannot be imported from {cwd}"
                 assert Path(answers["files"][module]).read_bytes() == path.read_bytes()
