@@ -108,6 +108,8 @@ def calls_of(buffer: Any, many: int = 14) -> dict[str, Call]:
         "update": lambda each: each.update_priorities(keys, priorities),
         "write": lambda each: each.write(keys, **written),
     }
+    if buffer._state.trees:
+        calls["exclude"] = lambda each: each.exclude(keys)
     if isinstance(buffer, ReplayBuffer):
         few, seam, more = (given(buffer, rows) for rows in (1, 4, 8))
         calls |= {"add": lambda each: each.add(**few), "add over the seam": lambda each: each.add(**seam)}

@@ -138,7 +138,7 @@ def several_blocks(draw: random.Random, sampler: str) -> Program:
 LONG, KEPT = longer_than_a_program_sees, {"autoreset": "same_step", "final_capacity": 40}
 # what is played, whether with the sizes of a GPU, and a statistic with what it must exceed then
 PROGRAMS: dict[str, tuple[Callable[[random.Random], Program], bool, str, int]] = {
-    **{f"several blocks, {name}": (partial(several_blocks, sampler=name), False, "size", 0) for name in ANNEALED},
+    **{f"several blocks, {name}": (partial(several_blocks, sampler=name), False, "added", 128) for name in ANNEALED},
     "long windows": (partial(LONG, stack=1, n_step=40, envs=2, autoreset="next_step"), True, "eligible", 0),
     "long stacks": (partial(LONG, stack=40, n_step=1, envs=2, **KEPT), True, "eligible", 0),
     "many environments": (partial(LONG, stack=2, n_step=2, envs=70, **KEPT), True, "eligible", 0),

@@ -102,7 +102,7 @@ def test_without_replacement_a_batch_has_no_row_twice_as_there(length: int) -> N
             assert len(rows) == len({*rows})
             # the newest step is sampled once another one follows
             assert min(asked, len(wanted) // length - 2) <= len(rows) <= asked
-    with pytest.raises(ValueError, match="replacement=False is of Uniform"):
+    with pytest.raises(ValueError, match="replacement=False is of uniform sampling"):
         made(6, 2, replacement=False, sampler=Proportional())
 
 
