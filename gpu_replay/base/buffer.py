@@ -292,10 +292,10 @@ class Buffer(StatefulBuffer):
                     sequence: reduce TD errors over time first.
 
         In a trajectory buffer the priority of a step that is not eligible yet counts once it is; one of a step that
-        never will be is ignored. A mass is at least one unit, 2^-20, also for a priority of 0 with `eps=0` and for TD
-        errors below 1e-6 with `alpha=1` (below 1e-10 with `alpha=0.6`). If a key appears twice, the last priority wins.
-        A sampler without priorities only checks the arguments and counts stale keys, so that one training loop works
-        with every sampler.
+        never will be, or of a row that was excluded, is ignored. A mass is at least one unit, 2^-20, also for a
+        priority of 0 with `eps=0` and for TD errors below 1e-6 with `alpha=1` (below 1e-10 with `alpha=0.6`). If a key
+        appears twice, the last priority wins. A sampler without priorities only checks the arguments and counts stale
+        keys, so that one training loop works with every sampler.
 
         Raises ValueError for a wrong shape and, on the CPU, for priorities that are not finite (on CUDA such an entry
         keeps its priority and is counted); TypeError for keys that are not integers.
