@@ -19,7 +19,8 @@ def count_sample(sample, counted, counters_ptr, program, batch, minima, blocks_d
     finish DRAWS draws each, and no other one of that launch may read the counters that move. Returns the program's
     number among those others, below 0 for one that finishes.
 
-    sample:  slots, masses and weights of the rows, and `minima` masses, of which the smallest has the largest weight.
+    sample:  slots, masses and weights of the rows, and `minima` masses, of which the smallest has the largest weight. A
+             mass below 0 says that the row is none: its weight is 0, and it is not counted.
     counted: how often each slot was sampled and, with a schedule, its start, change and steps, used instead of beta.
     """
     programs = (batch + (DRAWS - 1)) // DRAWS
@@ -45,9 +46,10 @@ def count_sample(sample, counted, counters_ptr, program, batch, minima, blocks_d
             done = tl.minimum(step.to(tl.float64), steps)
             exponent = tl.load(schedule_ptr) + tl.load(schedule_ptr + 1) * done / steps
         weight = tl.exp2(tl.log2(ratio) * exponent)
-        tl.store(weights_ptr + draw, weight.to(tl.float32), mask=live)
+        found = mass >= 0
+        tl.store(weights_ptr + draw, tl.where(found, weight, 0.0).to(tl.float32), mask=live)
         slot = tl.load(slots_ptr + draw, mask=live, other=0)
-        tl.atomic_add(counted[0] + slot, tl.full(slot.shape, 1, tl.int32), mask=live, sem="relaxed")
+        tl.atomic_add(counted[0] + slot, tl.full(slot.shape, 1, tl.int32), mask=live & found, sem="relaxed")
         if is_last(counters_ptr, programs):
             tl.store(counters_ptr + STEP, step + 1)
             tl.store(counters_ptr + RANDOM, block + blocks_drawn)
