@@ -73,7 +73,7 @@ def place(test: str) -> str:
 def copy_to(folder: Path) -> None:
     """What the tests need of the checkout; times are kept, so that what is compiled and cached stays valid."""
     for path in ROOT.iterdir():
-        if path.is_dir() and path.name in ("gpu_replay", "kernels", "bench", "tests", ".ci"):
+        if path.is_dir() and path.name in ("gpu_replay", "kernels", "bench", "tests", "docs", ".ci"):
             shutil.copytree(path, folder / path.name)
         elif path.is_file():
             shutil.copy2(path, folder)

@@ -18,12 +18,22 @@ import torch
 from devices import thinned
 from guards import Guards, guarded
 from interpreted import kernel_device as kernel_device
+from kernel_cases import Anywhere
 from launches import use_sizes_of_a_gpu
 from programs import SAMPLERS, Player, Program, any_program, letters
 from trees import check_sums
 from twins import FIELDS, Twins, check_same, values_of
 
-from gpu_replay import Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay import (
+    Combined,
+    Field,
+    Latest,
+    LinearSchedule,
+    Proportional,
+    RankBased,
+    ReplayBuffer,
+    TrajectoryReplayBuffer,
+)
 
 SIZES = (1, 2, 127, 128, 129, 4095)
 NUMBER = {"n": Field((), torch.int64)}
@@ -135,6 +145,21 @@ def several_blocks(draw: random.Random, sampler: str) -> Program:
     return any_program(draw, "rows", sampler, calls=12, capacity=129)
 
 
+def excluded_rows(draw: random.Random) -> Program:
+    """The newest among them, so many that one look does not pass them."""
+    calls: list[Any] = [("add", 40, None), ("exclude", [*range(-12, 0), -20, -20])]
+    calls += [("sample", 9, None), ("learn", [2.0] * 9), ("update", [-1, -5, -15], [9.0] * 3), ("sample", 3, None)]
+    return Program("rows", {"capacity": 30, "sampler": "combined-proportional", "seed": 5}, calls)
+
+
+def excluded_steps(draw: random.Random) -> Program:
+    """The newest among them, which are not eligible yet, and which a priority is given meanwhile."""
+    calls: list[Any] = [("extend", ["..."] * 7, False, None), ("exclude", [-1, -3, -4, -8, -9])]
+    calls += [("update", [-1, -2, -4, -8], [9.0] * 4), ("sample", 5, None)]
+    calls += [("steps", [ends], False, None) for ends in (".T.", "...", "U..", "...")]
+    return of_steps([*calls, ("sample", 9, None)], capacity=30, num_envs=3, n_step=2, stack=2)
+
+
 LONG, KEPT = longer_than_a_program_sees, {"autoreset": "same_step", "final_capacity": 40}
 # what is played, whether with the sizes of a GPU, and a statistic with what it must exceed then
 PROGRAMS: dict[str, tuple[Callable[[random.Random], Program], bool, str, int]] = {
@@ -146,6 +171,8 @@ PROGRAMS: dict[str, tuple[Callable[[random.Random], Program], bool, str, int]] =
     "few places": (few_places, False, "lost_terminal_obs", 14),
     **{f"a ring of {turn}": (partial(short_ring, turn=turn), False, "size", 5) for turn in (3, 4)},
     "no room": (no_room, True, "lost_truncations", 9),
+    "excluded rows": (excluded_rows, False, "eligible", 10),
+    "excluded steps": (excluded_steps, False, "eligible", 10),
     **{f"blocks, {name}": (partial(ends_of_blocks, sampler=name), True, "size", 0) for name in ("uniform", *ANNEALED)},
 }
 SLOW = ("long stacks", "many environments", "blocks, rank-annealed")
@@ -161,6 +188,32 @@ def test_programs_at_ends_of_rings_and_blocks(
     with guarded():
         host, _ = play(make(random.Random(name)), device, tmp_path)
         assert getattr(host.stats(), statistic) > least
+
+
+# samplers of one's own
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_samplers_of_ones_own_take_the_same_rows(combined: bool, device: str, guards: Guards) -> None:
+    sampler: Any = Combined(Anywhere(), newest=2) if combined else Anywhere()
+    steps = {"action": Field((), torch.int64), "obs": Field((), torch.int64)}
+
+    def of_streams(place: str) -> TrajectoryReplayBuffer:
+        known = {"autoreset": "next_step", "n_step": 2}
+        return TrajectoryReplayBuffer(40, 2, steps, sampler=sampler, device=place, seed=3, **known)
+
+    rows = Twins(lambda place: ReplayBuffer(20, NUMBER, sampler=sampler, device=place, seed=3), device)
+    streams, flags = Twins(of_streams, device), torch.tensor([False, True])
+    rows.insert(n=torch.arange(31))
+    for number in range(30):
+        ends = {"terminated": flags & (number % 5 == 4), "truncated": ~flags & (number % 7 == 6)}
+        streams.insert(obs=flags * number, action=flags * 1, reward=flags * 0.0, **ends)
+    drawn = set()
+    for both in (rows, streams) * 3:
+        found = both.draw(7)
+        drawn.add(tuple(found.key.tolist()))
+        both.check()
+    assert len(drawn) == 6
 
 
 # rows
