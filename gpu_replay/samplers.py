@@ -256,12 +256,12 @@ class BaseSampler(_RandomSampler):
             window: int = 1_000
 
             def places(self, total, rows, random):
-                window = total.clamp(max=self.window)
-                return total - 1 - (random.doubles(rows) * window).long()
+                newest = total.clamp(max=self.window)
+                return total - 1 - (random.doubles(rows) * newest).long()
 
             def chances(self, places, total):
-                window = total.clamp(max=self.window)
-                return torch.where(places >= total - window, 1.0 / window, 0.0).double()
+                newest = total.clamp(max=self.window)
+                return (places >= total - newest).double() / newest
 
     It samples all eligible rows, and works in both buffers on every device, in `capture`, `Combined`, sequences,
     shards, `stats()` and checkpoints; a program that loads one must have defined the class. Within a CUDA graph its

@@ -375,9 +375,11 @@ class TrajectoryReplayBuffer(Buffer):
         mask:        (B, L) bool, where a step belongs to the episode of the first one and the observation after its
                      window is stored, unless the episode terminated inside. So the first is always True; False are the
                      steps from the next episode on, and those before a truncation without `final_obs` or
-                     `begin_episodes` whose windows reach it. There only the steps' own fields mean anything, and
-                     `discount` is 0.
-        key, probability, weight: (B,), of the first step; `key[:, None] + torch.arange(L) * E` are those of all steps.
+                     `begin_episodes` whose windows reach it. There `obs`, `action`, your own fields,
+                     `reward`, `terminated` and `truncated` are right all the same, `discount` is 0, and `next_obs`
+                     means nothing.
+        key, probability, weight: (B,), of the first step. The keys of all steps are
+                     `key[:, None] + torch.arange(L, device=key.device) * E`; `write` takes them flattened.
 
         Raises RuntimeError when no step is eligible, which says what is missing, ValueError when fewer distinct steps
         are eligible than `B`. A beta schedule advances by one.

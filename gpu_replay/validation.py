@@ -395,7 +395,10 @@ def as_keys(value: Any, device: torch.device, name: str = "keys") -> Tensor:
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)
     if tensor.dim() != 1:
-        raise ValueError(f"{name} must have one dimension [m]; found shape {list(tensor.shape)}.")
+        raise ValueError(
+            f"{name} must have one dimension [m]; found shape {list(tensor.shape)}. Flatten them, as keys.flatten() "
+            "does, and the values that belong to them."
+        )
     return tensor
 
 

@@ -252,7 +252,7 @@ class Buffer(StatefulBuffer):
 
     def _missing(self) -> str:
         """What a row needs, for messages."""
-        return ": those that it holds were excluded" if self._state.excluded else ""
+        return ""
 
     def _check_enough(self, batch: int, call: str = "", available: int | None = None) -> None:
         """Raise unless `batch` rows can be drawn.
@@ -281,6 +281,9 @@ class Buffer(StatefulBuffer):
         )
 
     def _refuse_empty(self, call: str) -> NoReturn:
+        if self._state.excluded:
+            excluded = f"all {len(self)} {self._units} that the buffer holds were excluded"
+            raise RuntimeError(f"{call}: {excluded}. Add more first.")
         raise RuntimeError(f"{call}: the buffer holds no {self._units}. Add more first{self._missing()}.")
 
     def update_priorities(self, keys: Any, priorities: Any) -> None:

@@ -101,7 +101,8 @@ def read_manifest(folder: Path) -> Manifest:
     if not file.is_file():
         if (folder / RANKS).is_file():
             raise CheckpointError(
-                f"{folder} holds those of several ranks: use ShardedReplay.load, or load that of one."
+                f"{folder} holds those of several ranks: use ShardedReplay.load, or load one rank's part, whose "
+                f"folder {RANKS} names, such as save-0/rank0."
             )
         raise CheckpointError(f"{folder} is not a checkpoint: {MANIFEST} is missing.")
     try:

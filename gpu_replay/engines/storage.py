@@ -235,5 +235,5 @@ def check_live(keys: Any, first: int, added: int, eligible: Any = True) -> None:
         raise KeyError(f"key {key} is not live; the buffer holds {contents}.")
     raise KeyError(
         f"key {key} is stored but not eligible: a part of its stack or window is missing, its step only carries a "
-        "final observation, or it was excluded."
+        "final observation, or it was excluded; keys(eligible=True) are those of windows."
     )
