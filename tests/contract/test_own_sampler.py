@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from devices import host_only, statistical
+from devices import host_only, scale, statistical
 from distribution import check_counts
 from interpreted import kernel_device as kernel_device
 from pairs import RENEWED
@@ -115,7 +115,7 @@ def test_statistics_are_those_of_its_chances(name: str, kind: str) -> None:
     assert (empty.entropy, empty.effective_sample_size) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("kind", scale(BUFFERS, BUFFERS[:1]))
 @pytest.mark.parametrize("way", ["state", *RENEWED])
 def test_a_copy_or_a_checkpoint_of_its_buffer_draws_on(way: str, kind: str) -> None:
     for sampler in (OWN["annealed"], OWN["combined"]):
@@ -157,6 +157,7 @@ def check_kept(found: Any, sampler: Any) -> None:
     assert (found.number, found.table.tolist()) == (sampler.number, list(range(found.window)))
 
 
+@host_only
 @pytest.mark.parametrize("kind", ["exact", "next_step"])
 @pytest.mark.parametrize("way", ["state", *RENEWED])
 def test_its_fields_come_back_as_they_were(way: str, kind: str) -> None:
@@ -273,7 +274,7 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("kind", scale(BUFFERS, BUFFERS[:1]))
 def test_ranks_draw_by_it(kind: str) -> None:
     buffer, alone = used(kind, Recent(7)), used(kind, Recent(7))
     shard = ShardedReplay(buffer)
