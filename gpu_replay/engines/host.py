@@ -150,11 +150,14 @@ class HostSampler:
     def _newest(self, count: int) -> np.ndarray:
         """The slots of the `count` newest keys that can be drawn."""
         if self.starts is None:
-            first, added = self.span()
-            # among so many there are `count` that were not excluded
-            keys = np.arange(max(first, added - count - self.state.excluded), added)
-            slots = keys % self.capacity
-            return slots if keys.size == count else slots[self.arrays[2][slots] > 0][-count:]
+            (first, added), width = self.span(), count
+            while True:
+                slots = np.arange(max(first, added - width), added) % self.capacity
+                found = slots[self.arrays[2][slots] > 0] if self.state.excluded else slots
+                if found.size >= count or slots.size < width:
+                    return found[-count:]
+                # some of these were excluded
+                width *= 4
         within = self.range(self.starts)
         return slots_in(self.starts, within, np.arange(within.total - count, within.total))
 
