@@ -119,13 +119,10 @@ def rank_distribution(codes: Tensor, rule: Rule, alpha: float) -> Distribution:
     count, mean = int((codes > 0).sum()), 0.0
     if not count:
         return uniform_distribution(0)
-    low, high = math.inf, 0.0
     for chunk in codes.split(_CHUNK):
-        priorities = rule.priorities(chunk[chunk > 0].cpu().numpy())
-        if priorities.size:
-            # divide before summing, since the sum may overflow
-            mean += float((priorities / count).sum())
-            low, high = min(low, float(priorities.min())), max(high, float(priorities.max()))
+        # divide before summing, since the sum may overflow
+        mean += float((rule.priorities(chunk[chunk > 0].cpu().numpy()) / count).sum())
+    low, high = map(float, rule.priorities(np.array([int(codes[codes > 0].min()), int(codes.max())])))
     masses = np.diff(cumulative_masses(codes.numel(), alpha)[:count], prepend=0)
     # masses of ranks, not of priorities
     spread = mass_distribution(torch.from_numpy(masses), MassRule.for_slots(count, 0.0, 0.0, None))

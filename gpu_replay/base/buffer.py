@@ -334,11 +334,11 @@ class Buffer(StatefulBuffer):
             raise (KeyError if unknown else ValueError)(f"write {problem}; it takes {', '.join(self._fields)}.")
         checked = validation.as_keys(keys, self._device)
         checks = [each for each in self._checks if each[0] in given]
-        found = validation.as_rows(given, checks, None, self._device, on_host=self._on_host)
-        if found.rows != len(checked):
-            raise ValueError(f"write needs a row for each of {len(checked)} keys; found {found.rows} in its fields.")
+        values, rows, _, _ = validation.as_rows(given, checks, None, self._device, on_host=self._on_host)
+        if rows != len(checked):
+            raise ValueError(f"write needs a row for each of {len(checked)} keys; found {rows} in its fields.")
         with self._lock:
-            self._sampling.write(checked, found.values)
+            self._sampling.write(checked, values)
 
     def exclude(self, keys: Any) -> None:
         """Never sample the rows of these keys again, such as those of a crashed simulator or a failed demonstration.
