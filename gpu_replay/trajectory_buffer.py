@@ -92,7 +92,6 @@ class TrajectoryReplayBuffer(Buffer):
     _host_engine = TrajectoryHostEngine
     _device_engine = TrajectoryDeviceEngine
     _units = "eligible starts"
-    _tracks_eligibility = True
 
     @hint_from_spaces
     def __init__(
@@ -453,27 +452,22 @@ class TrajectoryReplayBuffer(Buffer):
         """
         begins = validation.check_bool("begin_episodes", begin_episodes)
         rows = {} if isinstance(sequences, str) and sequences == "saved" else {"sequences": check_sequences(sequences)}
-
-        def check(saved: dict[str, Any]) -> None:
-            check_saved_relabel(path, relabel, saved)
-            if rows:
-                known = {each.name: saved[each.name] for each in dataclass_fields(StreamSettings) if each.name in saved}
-                StreamSettings(**(known | rows | {"relabel": relabel})).checked(saved["fields"])
-
-        buffer = cls._loaded(
-            path,
-            device,
-            check,
-            sampler=sampler,
-            relabel=relabel,
-            **rows,
-            storage_device=storage_device,
-            storage_path=storage_path,
-            **others,
+        given: dict[str, Any] = {**others, **rows, "relabel": relabel}
+        buffer = super().load(
+            path, device, sampler=sampler, storage_device=storage_device, storage_path=storage_path, **given
         )
         if begins:
             buffer.begin_episodes()
         return buffer
+
+    @classmethod
+    def _check_others(cls, path: object, saved: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+        given = {name: others[name] for name in ("relabel", "sequences") if name in others}
+        super()._check_others(path, saved, {name: others[name] for name in others.keys() - given.keys()})
+        check_saved_relabel(path, given["relabel"], saved)
+        if "sequences" in given:
+            known = {each.name: saved[each.name] for each in dataclass_fields(StreamSettings) if each.name in saved}
+            StreamSettings(**(known | given)).checked(saved["fields"])
 
 
 def _on_host(flags: Tensor | np.ndarray) -> np.ndarray:

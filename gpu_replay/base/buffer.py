@@ -254,29 +254,23 @@ class Buffer(StatefulBuffer):
         """What a row needs, for messages."""
         return ""
 
-    def _check_enough(self, batch: int, call: str = "", available: int | None = None) -> None:
-        """Raise unless `batch` rows can be drawn.
-
-        call: for messages; default: `sample(batch)`. available: the number of rows, if known.
-        """
+    def _check_enough(self, batch: int) -> None:
+        """Raise unless `batch` rows can be drawn."""
         newest, distinct = self._needs(batch)
-        count = 0
-        if newest <= batch:
-            count = self._engine.count_at_least(max(distinct, 1)) if available is None else available
-            if count and count >= distinct:
-                return
-        call = call or f"sample({batch})"
         if newest > batch:
             raise ValueError(
-                f"{call} from Combined(newest={newest}) needs a batch of at least {newest}. "
+                f"sample({batch}) from Combined(newest={newest}) needs a batch of at least {newest}. "
                 "Raise the batch size or lower newest."
             )
+        count = self._engine.count_at_least(max(distinct, 1))
+        if count and count >= distinct:
+            return
         if count == 0:
-            self._refuse_empty(call)
+            self._refuse_empty(f"sample({batch})")
         kind = "of the newest" if distinct == newest else "without replacement"
         remedy = "." if kind == "of the newest" else ", or sample with Uniform(replacement=True)."
         raise ValueError(
-            f"{call} {kind} needs {distinct} {self._units}; the buffer holds {count}. "
+            f"sample({batch}) {kind} needs {distinct} {self._units}; the buffer holds {count}. "
             f"Add more or lower the batch size{remedy}"
         )
 
@@ -373,7 +367,7 @@ class Buffer(StatefulBuffer):
             size = added - first
             counts = self._sampling.counts()
             next_step = self._shape is not None and self._shape.next_step
-            eligible = counts[Counter.ELIGIBLE] if self._tracks_eligibility else self._state.left(size, size)
+            eligible = counts[Counter.ELIGIBLE] if self._shape else self._state.left(size, size)
             # slots that are not live have been sampled 0 times
             sampled = self._storage.times_sampled
             return Stats(

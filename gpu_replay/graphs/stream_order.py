@@ -28,12 +28,7 @@ def number_of_current_stream(index: int) -> int:
 _stream_number: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", number_of_current_stream)
 
 
-class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.streams: dict[tuple[int, str], torch.cuda.Stream] = {}
-
-
-_of_thread = _OfThread()
+_of_thread = threading.local()
 
 
 def side_stream(device: torch.device, use: Literal["captures", "copies"]) -> torch.cuda.Stream:
@@ -42,7 +37,7 @@ def side_stream(device: torch.device, use: Literal["captures", "copies"]) -> tor
     A new one each time would soon be one that others use: torch has 32, which it hands out again and again.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    streams, key = _of_thread.streams, (index, use)
+    streams, key = vars(_of_thread), f"{index} {use}"
     if key not in streams:
         streams[key] = torch.cuda.Stream(device)
     return streams[key]

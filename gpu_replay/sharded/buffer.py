@@ -100,7 +100,7 @@ def size_of(buffer: Buffer) -> Tensor:
     state, counts = buffer._state, buffer._counters
     if state.summed is not None:
         size = state.summed.levels[-1].sum()
-    elif buffer._tracks_eligibility:
+    elif buffer._shape:
         size = counts[Counter.ELIGIBLE]
     elif state.tree is not None and state.excluded:
         size = (state.tree.masses > 0).sum()

@@ -65,7 +65,7 @@ class Pretended(Buffer):
         if self._stream_order.capturing() and self._stream_order.recorded is not None:
             self._stream_order.recorded.rows += 5
 
-    def _check_enough(self, batch: int, skipped: int = 0, call: str = "") -> None:
+    def _check_enough(self, batch: int) -> None:
         if self.empty:
             raise RuntimeError("the buffer holds nothing")
 
