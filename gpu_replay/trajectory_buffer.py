@@ -397,14 +397,6 @@ class TrajectoryReplayBuffer(Buffer):
                 self._refuse_calls(RELABELS, "sampling", "span", "counts", "read", "stored")
                 return Batch(engine.sample(batch, exponent))
 
-    def sample_sequences(self, *_: Never, **__: Never) -> Never:
-        """Raises TypeError: what a row of a batch is, is a setting of the buffer, `sequences`."""
-        raise TypeError(
-            "a buffer samples one kind of row, said when it is made: TrajectoryReplayBuffer(..., "
-            "sequences=Sequences(burn_in + length, strict=..., stride=...)), then sample(B); of a checkpoint "
-            "load(path, sequences=...)."
-        )
-
     def clear(self) -> None:
         """Forget all steps; keys, the counts of `stats()` and unfinished episodes continue.
 

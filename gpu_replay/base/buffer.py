@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from gpu_replay.graphs.stream_order import Recorded
 from gpu_replay.ops.counters import Counter, HostWords
 from gpu_replay.ops.masses import MassTree
 from gpu_replay.stats import Distribution, Stats
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
 
 
 @never_traced
@@ -427,6 +430,14 @@ class Buffer(StatefulBuffer):
     @abstractmethod
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
         """Sample `B` rows as a Batch on the buffer's device; subclasses say which errors it raises."""
+
+    def sample_sequences(self, *_: Never, **__: Never) -> Never:
+        """Raises TypeError: what a row of a batch is, is a setting of a trajectory buffer, `sequences`."""
+        raise TypeError(
+            "a buffer samples one kind of row, said when it is made: TrajectoryReplayBuffer(..., "
+            "sequences=Sequences(burn_in + length, strict=..., stride=...)), then sample(B); of a checkpoint "
+            "load(path, sequences=...)."
+        )
 
     def capture(
         self,

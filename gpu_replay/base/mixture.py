@@ -109,6 +109,9 @@ class ReplayMixture:
             begin += rows
         return Batch({**batch.to_dict(), _SOURCE: source})
 
+    # raises, and says what to write
+    sample_sequences = Buffer.sample_sequences
+
     def update_priorities(self, keys: Any, priorities: Any, source: Any) -> None:
         """Give each row's buffer the new priority of its key; nothing waits for a device.
 
