@@ -126,9 +126,9 @@ class TrajectoryReplayBuffer(Buffer):
         self._shape = self._settings.shape
         super().__init__(self._shape.slots, checked, sampler, device, seed, storage_device, storage_path)
         self._step_fields = {**self._fields, "reward": REWARD, "terminated": FLAG, "truncated": FLAG}
-        observations, on_host = self._streams.observations, self._on_host
+        observations, on_host = list(self._streams.observations), self._on_host
         self._checks, self._names = validation.checks_of(self._step_fields, on_host=on_host), self._step_fields.keys()
-        self._input = StepInput(self._step_fields, observations, self._settings, self._device, on_host=on_host)
+        self._input = StepInput(self._step_fields, observations, self._shape, self._device, on_host)
 
     def _missing(self) -> str:
         rows, envs = self._settings.sequences, self._settings.num_envs

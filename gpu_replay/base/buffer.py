@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -25,10 +24,9 @@ from gpu_replay.graphs import never_traced as never_traced
 from gpu_replay.graphs import outside as outside
 from gpu_replay.graphs import untraced
 from gpu_replay.graphs.capture import WARM_UPS, Learn, LearningStep
-from gpu_replay.graphs.stream_order import Recorded
 from gpu_replay.ops.counters import Counter, HostWords
 from gpu_replay.ops.masses import MassTree
-from gpu_replay.stats import Distribution, Stats
+from gpu_replay.stats import Stats
 
 if TYPE_CHECKING:
     from typing_extensions import Never
@@ -371,13 +369,14 @@ class Buffer(StatefulBuffer):
             counts = self._sampling.counts()
             next_step = self._shape is not None and self._shape.next_step
             eligible = counts[Counter.ELIGIBLE] if self._shape else self._state.left(size, size)
+            leaves = self._counters[:0] if self._state.tree is None else self._state.tree.masses
             # slots that are not live have been sampled 0 times
             sampled = self._storage.times_sampled
             return Stats(
                 size=size,
                 added=added,
                 eligible=eligible,
-                **vars(self._distribution(eligible)),
+                **vars(self._sampler.base.distribution(leaves, self._state.rule, eligible)),
                 mean_age=(size - 1) / 2 if size else 0.0,
                 max_age=max(size - 1, 0),
                 mean_times_sampled=int(sampled.sum()) / size if size else 0.0,
@@ -390,10 +389,6 @@ class Buffer(StatefulBuffer):
                 nonfinite_rewards=counts[Counter.NONFINITE],
                 lost_terminal_obs=counts[Counter.LOST_TERMINALS],
             )
-
-    def _distribution(self, eligible: int) -> Distribution:
-        leaves = self._counters[:0] if self._state.tree is None else self._state.tree.masses
-        return self._sampler.base.distribution(leaves, self._state.rule, eligible)
 
     def masses(self) -> Tensor:
         """Return a copy of the masses, (capacity,) int64 in slot order; sampling is proportional to them.
@@ -468,24 +463,3 @@ class Buffer(StatefulBuffer):
         Raises TypeError or ValueError for invalid arguments.
         """
         return LearningStep(self, learn, batch_size, beta, warm_ups, generators)
-
-    @contextmanager
-    def _recording(self, batch: int | None) -> Iterator[Recorded]:
-        """Count what is captured meanwhile. Raises as `sample` where there is too little to sample from."""
-        if batch is not None:
-            with self._lock:
-                self._check_enough(batch)
-        self._stream_order.recorded = recorded = Recorded()
-        try:
-            yield recorded
-        finally:
-            self._stream_order.recorded = None
-
-    @contextmanager
-    def _replaying(self, batch: int | None, recorded: Recorded) -> Iterator[None]:
-        """Order one replay of what was recorded. Raises as `sample` where there is too little to sample from."""
-        with self._alone():
-            if batch is not None:
-                self._check_enough(batch)
-            yield
-            self._sampling.count_added(recorded.rows)

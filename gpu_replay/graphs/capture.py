@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpu_replay import validation
 from gpu_replay.batch import Batch
-from gpu_replay.graphs.stream_order import Recorded, side_stream
+from gpu_replay.graphs.stream_order import side_stream
 from gpu_replay.validation import record_stream
 
 # lets libraries choose their algorithms, Triton compile and the optimiser make its state
@@ -135,9 +135,9 @@ class LearningStep:
             raise TypeError(f"capture needs a function that learns from a batch; found {type(learn).__name__}.")
         self._warm_ups = validation.check_int("warm_ups", warm_ups, 1)
         self._generators = validation.check_generators(generators, self._device)
-        self._recorded = Recorded()
+        # what it captured, the rows that one replay adds, and the tensors that it returns
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._result: Any = None
+        self._added, self._result = 0, None
         self.replays = 0
 
     @property
@@ -154,10 +154,13 @@ class LearningStep:
             self._warm_ups -= 1
             return result
         graph = self._graph or self._capture()
-        with self._buffer._replaying(self._batch_size, self._recorded):
+        with self._buffer._alone():
+            if self._batch_size is not None:
+                self._buffer._check_enough(self._batch_size)
             graph.replay()
-            self.replays += 1
-            return self._result
+            self._buffer._sampling.count_added(self._added)
+        self.replays += 1
+        return self._result
 
     def _step(self) -> Any:
         """One step, run eagerly or captured."""
@@ -186,17 +189,24 @@ class LearningStep:
     def _capture(self) -> torch.cuda.CUDAGraph:
         """Capture the step, which makes it once on the host and not at all on the device; count what its calls add."""
         graph, side = torch.cuda.CUDAGraph(), side_stream(self._device, "captures")
-        with self._buffer._recording(self._batch_size) as self._recorded:
-            try:
-                with capture_into(graph, side, self._device, self._generators):
-                    self._result = self._step()
-            except CaptureError as error:
-                raise CaptureError(
-                    f"learn cannot be captured as a CUDA graph: {error}. A graph holds work of the device alone: take "
-                    "out of learn what waits for the device (item, tolist, cpu, print, `if` on a tensor, indexing by a "
-                    "mask) or copies from the host (torch.tensor, torch.from_numpy), and return tensors instead. With "
-                    "what must stay, call sample, learn and update_priorities in a loop of your own."
-                ) from error.__cause__
+        buffer, order = self._buffer, self._buffer._stream_order
+        if self._batch_size is not None:
+            with buffer._lock:
+                buffer._check_enough(self._batch_size)
+        order.recorded = 0
+        try:
+            with capture_into(graph, side, self._device, self._generators):
+                self._result = self._step()
+            self._added = order.recorded
+        except CaptureError as error:
+            raise CaptureError(
+                f"learn cannot be captured as a CUDA graph: {error}. A graph holds work of the device alone: take out "
+                "of learn what waits for the device (item, tolist, cpu, print, `if` on a tensor, indexing by a mask) "
+                "or copies from the host (torch.tensor, torch.from_numpy), and return tensors instead. With what must "
+                "stay, call sample, learn and update_priorities in a loop of your own."
+            ) from error.__cause__
+        finally:
+            order.recorded = None
         self._graph = graph
         return graph
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -43,13 +42,6 @@ def side_stream(device: torch.device, use: Literal["captures", "copies"]) -> tor
     return streams[key]
 
 
-@dataclass
-class Recorded:
-    """The rows that one replay of a graph adds, which the host must count."""
-
-    rows: int = 0
-
-
 class StreamOrder(AbstractContextManager[None]):
     """Orders the calls of one buffer on its device: within it that device is current, and work comes after all earlier
     calls. The caller holds the buffer's lock. On a CPU it does nothing.
@@ -67,8 +59,8 @@ class StreamOrder(AbstractContextManager[None]):
         self._index = device.index
         self._streams = device.type == "cuda"
         self.captures = False
-        # counts the rows that captured calls add, where the buffer is notified of replays
-        self.recorded: Recorded | None = None
+        # the rows that captured calls added so far, which the host must count with each replay; None: with none
+        self.recorded: int | None = None
         # nested blocks, and what makes the device current within the outermost one; a single device always is
         self._depth = 0
         several = self._streams and torch.cuda.device_count() != 1
