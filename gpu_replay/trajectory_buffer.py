@@ -397,14 +397,6 @@ class TrajectoryReplayBuffer(Buffer):
                 self._refuse_calls(RELABELS, "sampling", "span", "counts", "read", "stored")
                 return Batch(engine.sample(batch, exponent))
 
-    def clear(self) -> None:
-        """Forget all steps; keys, the counts of `stats()` and unfinished episodes continue.
-
-        Steps whose stack would need forgotten frames are not eligible. If you interrupt the streams too, call
-        `begin_episodes`.
-        """
-        super().clear()
-
     # state
 
     def _arguments(self) -> dict[str, Any]:

@@ -135,11 +135,9 @@ def numpy_view(name: str, tensor: Tensor) -> np.ndarray:
     """
     try:
         return as_numpy(tensor)
-    except (RuntimeError, TypeError):
-        pass
-    try:
-        return as_numpy(materialized(tensor))
     except (RuntimeError, TypeError) as error:
+        if (computed := materialized(tensor)) is not tensor:
+            return as_numpy(computed)
         raise TypeError(
             f"{name!r} must be a tensor with its numbers in memory; NumPy cannot read this one: "
             f"{str(error).splitlines()[0]} Within torch.func.grad or vmap return it, and call the buffer with the "

@@ -229,11 +229,10 @@ class Buffer(StatefulBuffer):
                 f"{self._sampler} keeps no priorities that could be read; use Proportional or RankBased with alpha > 0."
             )
         with self._alone():
-            array = validation.as_keys(keys, self._device).cpu().numpy()
-            check_live(array, *self._sampling.span())
-            slots = torch.from_numpy(array % self._state.slots).to(self._device)
-            stored = self._state.masses.masses[slots]
-            waiting = self._storage.waiting_masses(torch.from_numpy(array).to(self._device), *self._sampling.span())
+            key, span = validation.as_keys(keys, self._device).to(self._device), self._sampling.span()
+            check_live(key, *span)
+            stored = self._state.masses.masses[key % self._state.slots]
+            waiting = self._storage.waiting_masses(key, *span)
             masses = (stored if waiting is None else torch.where(stored > 0, stored, waiting)).cpu().numpy()
         numbers = np.where(masses > 0, self._state.rule.priorities(np.maximum(masses, 1)), 0.0)
         return torch.from_numpy(numbers).to(self._device)

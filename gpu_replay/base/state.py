@@ -166,7 +166,9 @@ class StatefulBuffer:
     def clear(self) -> None:
         """Forget all transitions; keys and the counts of `stats()` continue.
 
-        An interrupt (KeyboardInterrupt) takes effect after the call.
+        In a trajectory buffer unfinished episodes continue too, and steps whose stack would need forgotten frames are
+        not eligible: if you interrupt the streams as well, call `begin_episodes`. An interrupt (KeyboardInterrupt)
+        takes effect after the call.
         """
         with self._lock, self._stream_order:
             half_loaded = self._is_half_loaded()

@@ -138,10 +138,9 @@ def files_in_force(folder: Path) -> set[str]:
     """The shard files that the manifest names; all there are, if it is too damaged to tell."""
     if not (folder / MANIFEST).exists():
         return set()
-    try:
-        return {shard["file"] for shard in json.loads((folder / MANIFEST).read_bytes())["body"]["pieces"]}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return {file.name for file in folder.iterdir() if SHARD_NAME.fullmatch(file.name)}
+    with suppress(CheckpointError):
+        return {shard.file for shard in read_manifest(folder).shards}
+    return {file.name for file in folder.iterdir() if SHARD_NAME.fullmatch(file.name)}
 
 
 def _body_sha256(body: Mapping[str, Any]) -> str:

@@ -7,15 +7,15 @@ priorities, the optimiser's state) is in device memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from gpu_replay import validation
-from gpu_replay.batch import Batch
 from gpu_replay.graphs.stream_order import side_stream
 from gpu_replay.validation import record_stream
 
@@ -84,25 +84,6 @@ def _exit_capture_mode(pool: tuple[int, int], generators: Sequence[torch.Generat
         _register(graph, generators)
     with suppress(RuntimeError), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         torch.cuda._sleep(1)
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same tuples, lists, mappings and batches with each tensor changed; None stays.
-
-    Raises TypeError for anything else in them.
-    """
-    if value is None:
-        return None
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Batch):
-        return Batch({name: change(tensor) for name, tensor in value.items()})
-    if isinstance(value, Mapping):
-        return {name: map_tensors(each, change) for name, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        parts = [map_tensors(each, change) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    raise TypeError(f"found {type(value).__name__}; allowed are tensors, and tuples, lists and dicts of them.")
 
 
 # takes a Batch, or nothing where none is drawn
@@ -183,7 +164,7 @@ class LearningStep:
             result = self._step()
         current.wait_stream(side)
         # allocated on the side stream, used on the current one
-        map_tensors(result, lambda tensor: record_stream(tensor, current))
+        _pytree.tree_map_only(Tensor, lambda tensor: record_stream(tensor, current), result)
         return result
 
     def _capture(self) -> torch.cuda.CUDAGraph:
@@ -213,13 +194,19 @@ class LearningStep:
 
 def _detached(output: Any) -> Any:
     """The output of the step, detached. Raises TypeError if it is not made of tensors."""
-    try:
-        # detached, since outputs kept between calls would keep the memory of a backward pass
-        return map_tensors(output, Tensor.detach)
-    except TypeError as error:
-        raise TypeError(
-            f"every replay returns what learn returns in addition to the priorities, so that must be tensors; {error}"
-        ) from None
+
+    def detached(part: Any) -> Tensor | None:
+        if part is None:
+            return None
+        if not isinstance(part, Tensor):
+            raise TypeError(
+                "every replay returns what learn returns in addition to the priorities, so that must be tensors; found "
+                f"{type(part).__name__}; allowed are tensors, and tuples, lists and dicts of them."
+            )
+        # outputs kept between calls would keep the memory of a backward pass
+        return part.detach()
+
+    return _pytree.tree_map(detached, output)
 
 
 def _check(priorities: object, batch_size: int | None, device: torch.device) -> None:
