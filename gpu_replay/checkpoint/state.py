@@ -178,17 +178,6 @@ def config_of(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The constructor's arguments from a config; `relabel`, whose functions are not saved, as it is described."""
-    arguments = {name: value for name, value in without_shifts(config).items() if name != "kind"}
-    fields = {name: field_from(described) for name, described in config["fields"].items()}
-    if arguments.get("relabel") is not None:
-        arguments["relabel"] = dict(arguments["relabel"])
-    if arguments.get("sequences") is not None:
-        arguments["sequences"] = Sequences(**arguments["sequences"])
-    return {**arguments, "fields": fields, "sampler": sampler_from(config["sampler"])}
-
-
 VERSION = 1
 
 
@@ -336,9 +325,15 @@ class BufferCheckpoint:
             raise CheckpointError(f"{self.path}: {what}: {error}") from error
 
     def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """The constructor's arguments; `relabel`, whose functions are not saved, as it is described."""
         with self.refusing(NO_SETTINGS):
-            return arguments_of(self.config)
+            arguments = {name: value for name, value in without_shifts(self.config).items() if name != "kind"}
+            fields = {name: field_from(described) for name, described in arguments["fields"].items()}
+            if arguments.get("relabel") is not None:
+                arguments["relabel"] = dict(arguments["relabel"])
+            if arguments.get("sequences") is not None:
+                arguments["sequences"] = Sequences(**arguments["sequences"])
+            return {**arguments, "fields": fields, "sampler": sampler_from(arguments["sampler"])}
 
     def restore(self, buffer: BufferState) -> None:
         """Stream all of it into a buffer."""

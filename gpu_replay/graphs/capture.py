@@ -150,9 +150,9 @@ class LearningStep:
         batch = self._buffer.sample(self._batch_size, beta=self._beta)
         returned = self._learn(batch)
         priorities, output = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        _check(priorities, self._batch_size, self._device)
         output = _detached(output)
         if priorities is not None:
+            _check(priorities, self._batch_size, self._device)
             self._buffer.update_priorities(batch.key, priorities)
         return output
 
@@ -210,8 +210,6 @@ def _detached(output: Any) -> Any:
 
 
 def _check(priorities: object, batch_size: int | None, device: torch.device) -> None:
-    if priorities is None:
-        return
     expected = (
         f"learn must return priorities, a tensor of shape [{batch_size}] on {device}, or None, or a tuple "
         "(priorities, output); found "
