@@ -354,9 +354,10 @@ def check_own(sampler: Sampler, capacity: int, device: torch.device) -> None:
     """Raise TypeError for a sampler of somebody's own whose methods take and return no tensors on this device, as those
     of version 0.3.
     """
-    base, total = sampler.base, torch.tensor(capacity, device=device)
+    base = sampler.base
     if not isinstance(base, BaseSampler):
         return
+    total = torch.tensor(capacity, device=device)
     # of no buffer's stream
     random = _RandomFrom(partial(torch.linspace, 0.0, 0.5, dtype=torch.float64, device=device))
     try:
