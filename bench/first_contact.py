@@ -41,7 +41,7 @@ from gpu_replay import (
 from gpu_replay.console.markdown import table
 from gpu_replay.console.versions import versions
 from gpu_replay.engines import memory
-from gpu_replay.graphs.capture import CaptureError, CudaGraphCall
+from gpu_replay.graphs.capture import CaptureError
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops import launch as launches
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
@@ -220,7 +220,7 @@ def capture_of_adds() -> str:
 
 def capture_that_fails() -> str:
     """A synchronisation inside a capture raises CaptureError, and the buffer works afterwards."""
-    call = CudaGraphCall(lambda: torch.ones(3, device=GPU).nonzero(), GPU, warm_ups=1)
+    call = _transitions(GPU).capture(None, lambda: torch.ones(3, device=GPU).nonzero(), warm_ups=1)
     call()
     try:
         call()

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from gpu_replay.console.progress import Progress
-from gpu_replay.graphs.capture import CaptureError, CudaGraphCall
+from gpu_replay.graphs.capture import CaptureError, capture_into
+from gpu_replay.graphs.stream_order import side_stream
 
 from . import subjects
 from .operations import Case
@@ -154,15 +155,16 @@ def captured(call: Call, device: torch.device, calls: int) -> Call:
     Raises CaptureError where it does something that cannot be captured.
     """
 
-    def together() -> None:
+    graph, side, current = torch.cuda.CUDAGraph(), side_stream(device, "captures"), torch.cuda.current_stream(device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        for _ in range(max(WARM_UPS, calls)):
+            call()
+    current.wait_stream(side)
+    with capture_into(graph, side, device):
         for _ in range(calls):
             call()
-
-    step = CudaGraphCall(together, device, warm_ups=-(-WARM_UPS // calls))
-    while not step.warm:
-        step()
-    step.capture()
-    return step.replay
+    return graph.replay
 
 
 def queue_ahead() -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from gpu_replay.console.atomic_files import write_text
+from gpu_replay.checkpoint.files import replace_text
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.versions import cpu_cores, device_name, versions
 
@@ -226,4 +226,4 @@ def write(path: Path, records: Iterable[Record]) -> None:
         merged.pop(record.identity, None)
         merged[record.identity] = record
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, "".join(record.line() + "\n" for record in merged.values()))
+    replace_text(path, "".join(record.line() + "\n" for record in merged.values()))

@@ -53,7 +53,6 @@ class ReplayBuffer(Buffer):
     _host_engine = HostEngine
     _device_engine = DeviceEngine
     _units = "transitions"
-    _tracks_eligibility = False
 
     @hint_from_spaces
     def __init__(

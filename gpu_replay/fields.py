@@ -66,9 +66,8 @@ class Field:
         if any(side < 1 for side in self.shape) or self.elements > _MOST_ELEMENTS:
             most = f"at most {_MOST_ELEMENTS:,} elements"
             raise ValueError(f"Field shape must have sides of at least 1 and {most}; found {self.shape}.")
-        for name, dtype in (("dtype", self.dtype), ("sample_dtype", self.sample_dtype)):
-            if dtype is None and name == "sample_dtype":
-                continue
+        sampled = self.dtype if self.sample_dtype is None else self.sample_dtype
+        for name, dtype in (("dtype", self.dtype), ("sample_dtype", sampled)):
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"Field {name} must be a torch.dtype such as torch.float32; found {dtype!r}.")
             if dtype not in STORABLE:
@@ -92,7 +91,7 @@ class Field:
                     f"{self.arithmetic_dtype} for samples of {self.output_dtype}; found {scale}."
                 )
             object.__setattr__(self, "scale", float(scale))
-        if self.sample_dtype is not None and self.dtype.is_floating_point and not self.sample_dtype.is_floating_point:
+        if self.dtype.is_floating_point and not sampled.is_floating_point:
             raise ValueError(
                 f"Field of {self.dtype} cannot be sampled as {self.sample_dtype}: that would cut off fractions. "
                 "Use a floating sample_dtype."

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -226,26 +227,15 @@ class _RandomSampler(Sampler):
 class Random(Protocol):
     """The buffer's random stream, as `BaseSampler.places` takes it."""
 
-    def doubles(self, count: int) -> Tensor:
+    def doubles(self, count: int, /) -> Tensor:
         """The next (count,) float64 in [0, 1), on the buffer's device."""
 
 
-class _HostRandom:
-    def __init__(self, words: HostWords) -> None:
-        self._words = words
+@dataclass(frozen=True)
+class _RandomFrom:
+    """What a function gives, as a stream."""
 
-    def doubles(self, count: int) -> Tensor:
-        return torch.from_numpy(self._words.doubles(count))
-
-
-class _ProbeRandom:
-    """Gives numbers that are of no buffer's stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def doubles(self, count: int) -> Tensor:
-        return torch.linspace(0.0, 0.5, count, dtype=torch.float64, device=self._device)
+    doubles: Callable[[int], Tensor]
 
 
 class BaseSampler(_RandomSampler):
@@ -292,7 +282,8 @@ class BaseSampler(_RandomSampler):
 
     def draw(self, host: HostState, rows: int, beta: float | None) -> HostDraw:
         found, slots_at = self._drawable(host)
-        places, chances = choose(self, torch.tensor(found, device="cpu"), rows, _HostRandom(host.random))
+        random = _RandomFrom(lambda count: torch.from_numpy(host.random.doubles(count)))
+        places, chances = choose(self, torch.tensor(found, device="cpu"), rows, random)
         host.chances_checked = host.chances_checked or check_chances(self, found)
         return self._weighed(host, beta, slots_at(places.numpy()), chances.numpy(), 1.0)
 
@@ -359,20 +350,27 @@ def check_chances(sampler: BaseSampler, total: int) -> bool:
     return total <= MOST_CHECKED
 
 
-def _check_written_in_torch(sampler: BaseSampler, capacity: int, device: torch.device) -> None:
-    """Raise TypeError where its methods take and return no tensors, as one of version 0.3 does."""
-    total, form = torch.tensor(capacity, device=device), type(sampler).__name__
+def check_own(sampler: Sampler, capacity: int, device: torch.device) -> None:
+    """Raise TypeError for a sampler of somebody's own whose methods take and return no tensors on this device, as those
+    of version 0.3.
+    """
+    base = sampler.base
+    if not isinstance(base, BaseSampler):
+        return
+    total = torch.tensor(capacity, device=device)
+    # of no buffer's stream
+    random = _RandomFrom(partial(torch.linspace, 0.0, 0.5, dtype=torch.float64, device=device))
     try:
-        places = sampler.places(total, 2, _ProbeRandom(device))
-        found = [places, sampler.chances(torch.arange(1, device=device), total)]
+        places = base.places(total, 2, random)
+        found = [places, base.chances(torch.arange(1, device=device), total)]
         problem = "" if all(isinstance(each, Tensor) for each in found) else f"return {found!r}"
         cause = None
     except (TypeError, AttributeError) as error:
         problem, cause = f"raise {error!r}", error
     if problem:
         raise TypeError(
-            f"the methods of {form} must take and return tensors on {device}, where these {problem}. Since 0.4 a "
-            "sampler of your own is written in torch: def places(self, total, rows, random): return "
+            f"the methods of {type(base).__name__} must take and return tensors on {device}, where these {problem}. "
+            "Since 0.4 a sampler of your own is written in torch: def places(self, total, rows, random): return "
             "(random.doubles(rows) * total).long() and def chances(self, places, total): return "
             "torch.ones(len(places), dtype=torch.float64, device=places.device) / total."
         ) from cause
@@ -523,17 +521,12 @@ class RankBased(_Prioritized):
         return rank_distribution(leaves, rule, self.alpha)
 
 
-_UNIFORM = Uniform()
-
-
 @dataclass(frozen=True)
 class Latest(Sampler):
     """The newest `B` transitions, newest last, for on-policy learning."""
 
-    @property
-    def base(self) -> _RandomSampler:  # type: ignore[override]
-        """Not used: all rows are the newest."""
-        return _UNIFORM
+    # not used: all rows are the newest
+    base = Uniform()
 
     def newest_of(self, batch: int) -> int:
         return batch
@@ -570,12 +563,6 @@ def check_sampler(sampler: object) -> Sampler:
         if not is_dataclass(each):
             raise TypeError(f"{type(each).__name__} must be a dataclass, whose fields checkpoints and messages show.")
     return sampler
-
-
-def check_own(sampler: Sampler, capacity: int, device: torch.device) -> None:
-    """Raise TypeError for a sampler of somebody's own whose methods take no tensors on this device."""
-    if isinstance(sampler.base, BaseSampler):
-        _check_written_in_torch(sampler.base, capacity, device)
 
 
 def _some(found: int, needed: int = 1) -> int:

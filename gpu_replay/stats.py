@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -70,24 +70,23 @@ class Stats:
 class Distribution:
     """Priorities and spread of the sampling distribution."""
 
-    min_priority: float
-    mean_priority: float
-    max_priority: float
     entropy: float
     effective_sample_size: float
+    min_priority: float = math.nan
+    mean_priority: float = math.nan
+    max_priority: float = math.nan
 
 
 def uniform_distribution(size: int) -> Distribution:
     """The distribution of `size` equally likely transitions."""
-    entropy = math.log(size) if size else 0.0
-    return Distribution(math.nan, math.nan, math.nan, entropy, float(size))
+    return Distribution(math.log(size) if size else 0.0, float(size))
 
 
 def chance_distribution(chances: np.ndarray) -> Distribution:
     """The distribution of transitions without priorities that are sampled with these (N,) float64 probabilities."""
     drawn = chances[chances > 0]
     entropy = max(0.0, -float((drawn * np.log(drawn)).sum()))
-    return Distribution(math.nan, math.nan, math.nan, entropy, 1 / float((drawn**2).sum()) if drawn.size else 0.0)
+    return Distribution(entropy, 1 / float((drawn**2).sum()) if drawn.size else 0.0)
 
 
 def mass_distribution(masses: Tensor, rule: Rule) -> Distribution:
@@ -111,7 +110,7 @@ def mass_distribution(masses: Tensor, rule: Rule) -> Distribution:
     ends = rule.priorities(np.array([low, high]))
     mean = priorities / count if rule.alpha > 0 else math.nan
     entropy = max(0.0, math.log(total) - m_log_m / total)
-    return Distribution(float(ends[0]), mean, float(ends[1]), entropy, float(total) ** 2 / squares)
+    return Distribution(entropy, float(total) ** 2 / squares, float(ends[0]), mean, float(ends[1]))
 
 
 def rank_distribution(codes: Tensor, rule: Rule, alpha: float) -> Distribution:
@@ -119,14 +118,11 @@ def rank_distribution(codes: Tensor, rule: Rule, alpha: float) -> Distribution:
     count, mean = int((codes > 0).sum()), 0.0
     if not count:
         return uniform_distribution(0)
-    low, high = math.inf, 0.0
     for chunk in codes.split(_CHUNK):
-        priorities = rule.priorities(chunk[chunk > 0].cpu().numpy())
-        if priorities.size:
-            # divide before summing, since the sum may overflow
-            mean += float((priorities / count).sum())
-            low, high = min(low, float(priorities.min())), max(high, float(priorities.max()))
+        # divide before summing, since the sum may overflow
+        mean += float((rule.priorities(chunk[chunk > 0].cpu().numpy()) / count).sum())
+    low, high = map(float, rule.priorities(np.array([int(codes[codes > 0].min()), int(codes.max())])))
     masses = np.diff(cumulative_masses(codes.numel(), alpha)[:count], prepend=0)
     # masses of ranks, not of priorities
     spread = mass_distribution(torch.from_numpy(masses), MassRule.for_slots(count, 0.0, 0.0, None))
-    return Distribution(low, min(mean, high), high, spread.entropy, spread.effective_sample_size)
+    return replace(spread, min_priority=low, mean_priority=min(mean, high), max_priority=high)

@@ -92,7 +92,6 @@ class TrajectoryReplayBuffer(Buffer):
     _host_engine = TrajectoryHostEngine
     _device_engine = TrajectoryDeviceEngine
     _units = "eligible starts"
-    _tracks_eligibility = True
 
     @hint_from_spaces
     def __init__(
@@ -127,9 +126,9 @@ class TrajectoryReplayBuffer(Buffer):
         self._shape = self._settings.shape
         super().__init__(self._shape.slots, checked, sampler, device, seed, storage_device, storage_path)
         self._step_fields = {**self._fields, "reward": REWARD, "terminated": FLAG, "truncated": FLAG}
-        observations, on_host = self._streams.observations, self._on_host
+        observations, on_host = list(self._streams.observations), self._on_host
         self._checks, self._names = validation.checks_of(self._step_fields, on_host=on_host), self._step_fields.keys()
-        self._input = StepInput(self._step_fields, observations, self._settings, self._device, on_host=on_host)
+        self._input = StepInput(self._step_fields, observations, self._shape, self._device, on_host)
 
     def _missing(self) -> str:
         rows, envs = self._settings.sequences, self._settings.num_envs
@@ -398,22 +397,6 @@ class TrajectoryReplayBuffer(Buffer):
                 self._refuse_calls(RELABELS, "sampling", "span", "counts", "read", "stored")
                 return Batch(engine.sample(batch, exponent))
 
-    def sample_sequences(self, *_: Never, **__: Never) -> Never:
-        """Raises TypeError: what a row of a batch is, is a setting of the buffer, `sequences`."""
-        raise TypeError(
-            "a buffer samples one kind of row, said when it is made: TrajectoryReplayBuffer(..., "
-            "sequences=Sequences(burn_in + length, strict=..., stride=...)), then sample(B); of a checkpoint "
-            "load(path, sequences=...)."
-        )
-
-    def clear(self) -> None:
-        """Forget all steps; keys, the counts of `stats()` and unfinished episodes continue.
-
-        Steps whose stack would need forgotten frames are not eligible. If you interrupt the streams too, call
-        `begin_episodes`.
-        """
-        super().clear()
-
     # state
 
     def _arguments(self) -> dict[str, Any]:
@@ -453,27 +436,22 @@ class TrajectoryReplayBuffer(Buffer):
         """
         begins = validation.check_bool("begin_episodes", begin_episodes)
         rows = {} if isinstance(sequences, str) and sequences == "saved" else {"sequences": check_sequences(sequences)}
-
-        def check(saved: dict[str, Any]) -> None:
-            check_saved_relabel(path, relabel, saved)
-            if rows:
-                known = {each.name: saved[each.name] for each in dataclass_fields(StreamSettings) if each.name in saved}
-                StreamSettings(**(known | rows | {"relabel": relabel})).checked(saved["fields"])
-
-        buffer = cls._loaded(
-            path,
-            device,
-            check,
-            sampler=sampler,
-            relabel=relabel,
-            **rows,
-            storage_device=storage_device,
-            storage_path=storage_path,
-            **others,
+        given: dict[str, Any] = {**others, **rows, "relabel": relabel}
+        buffer = super().load(
+            path, device, sampler=sampler, storage_device=storage_device, storage_path=storage_path, **given
         )
         if begins:
             buffer.begin_episodes()
         return buffer
+
+    @classmethod
+    def _check_others(cls, path: object, saved: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+        given = {name: others[name] for name in ("relabel", "sequences") if name in others}
+        super()._check_others(path, saved, {name: others[name] for name in others.keys() - given.keys()})
+        check_saved_relabel(path, given["relabel"], saved)
+        if "sequences" in given:
+            known = {each.name: saved[each.name] for each in dataclass_fields(StreamSettings) if each.name in saved}
+            StreamSettings(**(known | given)).checked(saved["fields"])
 
 
 def _on_host(flags: Tensor | np.ndarray) -> np.ndarray:

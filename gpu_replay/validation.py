@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,24 +87,6 @@ def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(array)
 
 
-class Rows(NamedTuple):
-    """The checked values of a call, by name in the order of the fields, each `[rows, *shape]`: arrays as `as_numpy`
-    shows them for the host's engine, tensors for another.
-
-    ready:  whether a kernel can read all of them as they are.
-    single: whether they came as one row without its axis.
-    """
-
-    values: dict[str, Any]
-    rows: int
-    ready: bool
-    single: bool
-
-
-# made of a tuple: `Rows(...)` would be a call in Python, a thirtieth of that of an `add`
-_rows_of: Callable[[tuple[dict[str, Any], int, bool, bool]], Rows] = partial(tuple.__new__, Rows)
-
-
 # name, field, the NumPy dtype that is stored as it is, and shape
 Checks = list[tuple[str, Field, "np.dtype[Any]", tuple[int, ...]]]
 
@@ -147,17 +129,15 @@ def ready_rows(values: Mapping[str, Any], checks: Checks, rows: int | None, devi
 
 
 def numpy_view(name: str, tensor: Tensor) -> np.ndarray:
-    """A user's CPU tensor as `as_numpy` shows it; a lazy one is computed.
+    """A dense CPU tensor as `as_numpy` shows it; a lazy one is computed.
 
     Raises TypeError for a tensor without memory, as there are within torch.func.
     """
     try:
         return as_numpy(tensor)
-    except (RuntimeError, TypeError):
-        pass
-    try:
-        return as_numpy(materialized(as_tensor(name, tensor, tensor.device)))
     except (RuntimeError, TypeError) as error:
+        if (computed := materialized(tensor)) is not tensor:
+            return as_numpy(computed)
         raise TypeError(
             f"{name!r} must be a tensor with its numbers in memory; NumPy cannot read this one: "
             f"{str(error).splitlines()[0]} Within torch.func.grad or vmap return it, and call the buffer with the "
@@ -232,8 +212,11 @@ def as_stored(name: str, value: np.ndarray | Tensor, dtype: torch.dtype) -> np.n
 
 def as_rows(
     given: dict[str, Any], checks: Checks, envs: int | None, device: torch.device, *, on_host: bool, bare: bool = False
-) -> Rows:
-    """The values of all fields, in any form that `add` takes, as the engine stores them.
+) -> tuple[dict[str, Any], int, bool, bool]:
+    """The values of all fields, in any form that `add` takes, as the engine stores them: by name in the order of the
+    fields, each `[rows, *shape]`, arrays as `as_numpy` shows them for the host's engine, tensors for another; the
+    number of rows; whether a kernel can read all of them as they are; and whether they came as one row without its
+    axis.
 
     envs: environments, one step of each of which is given; None where every value has as many rows as the first.
     bare: whether a single row stays without its axis: as an array of the field's shape, or a number.
@@ -242,7 +225,7 @@ def as_rows(
     values: dict[str, Any] = {}
     count, single = envs, False
     if not on_host and (rows := ready_rows(given, checks, envs, device)):
-        return _rows_of((given, rows, True, False))
+        return given, rows, True, False
     for name, field, dtype, shape in checks:
         value = given[name]
         # fast path: what can be stored as it is
@@ -272,7 +255,7 @@ def as_rows(
             one = with_axis(value) if single else value
             rows = as_field(name, one, field, count, device, on_host=on_host, steps=envs is not None)
             values[name], count = rows[0] if bare and single else rows, rows.shape[0]
-    return _rows_of((values, count or 0, False, single))
+    return values, count or 0, False, single
 
 
 def with_axis(value: Any) -> Any:

@@ -38,8 +38,8 @@ from test_threads import adding, made, repeated, users
 
 from gpu_replay import CheckpointError, Field, Proportional, ReplayBuffer
 from gpu_replay.bench.records import current_environment
+from gpu_replay.checkpoint.files import replace_text
 from gpu_replay.console.arguments import Parser, natural, pathname, positive_float
-from gpu_replay.console.atomic_files import write_text
 from gpu_replay.console.markdown import table
 
 ROUND_SECONDS = 60.0
@@ -247,5 +247,5 @@ def main(arguments: Sequence[str]) -> int:
     found = page(cases, failures, f"gpu-replay soak --minutes {options.minutes:g} --seed {options.seed}")
     print(found)
     if options.record is not None:
-        write_text(options.record, found)
+        replace_text(options.record, found)
     return 1 if failures else 0

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -25,10 +24,12 @@ from gpu_replay.graphs import never_traced as never_traced
 from gpu_replay.graphs import outside as outside
 from gpu_replay.graphs import untraced
 from gpu_replay.graphs.capture import WARM_UPS, Learn, LearningStep
-from gpu_replay.graphs.stream_order import Recorded
 from gpu_replay.ops.counters import Counter, HostWords
 from gpu_replay.ops.masses import MassTree
-from gpu_replay.stats import Distribution, Stats
+from gpu_replay.stats import Stats
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
 
 
 @never_traced
@@ -228,11 +229,10 @@ class Buffer(StatefulBuffer):
                 f"{self._sampler} keeps no priorities that could be read; use Proportional or RankBased with alpha > 0."
             )
         with self._alone():
-            array = validation.as_keys(keys, self._device).cpu().numpy()
-            check_live(array, *self._sampling.span())
-            slots = torch.from_numpy(array % self._state.slots).to(self._device)
-            stored = self._state.masses.masses[slots]
-            waiting = self._storage.waiting_masses(torch.from_numpy(array).to(self._device), *self._sampling.span())
+            key, span = validation.as_keys(keys, self._device).to(self._device), self._sampling.span()
+            check_live(key, *span)
+            stored = self._state.masses.masses[key % self._state.slots]
+            waiting = self._storage.waiting_masses(key, *span)
             masses = (stored if waiting is None else torch.where(stored > 0, stored, waiting)).cpu().numpy()
         numbers = np.where(masses > 0, self._state.rule.priorities(np.maximum(masses, 1)), 0.0)
         return torch.from_numpy(numbers).to(self._device)
@@ -254,29 +254,23 @@ class Buffer(StatefulBuffer):
         """What a row needs, for messages."""
         return ""
 
-    def _check_enough(self, batch: int, call: str = "", available: int | None = None) -> None:
-        """Raise unless `batch` rows can be drawn.
-
-        call: for messages; default: `sample(batch)`. available: the number of rows, if known.
-        """
+    def _check_enough(self, batch: int) -> None:
+        """Raise unless `batch` rows can be drawn."""
         newest, distinct = self._needs(batch)
-        count = 0
-        if newest <= batch:
-            count = self._engine.count_at_least(max(distinct, 1)) if available is None else available
-            if count and count >= distinct:
-                return
-        call = call or f"sample({batch})"
         if newest > batch:
             raise ValueError(
-                f"{call} from Combined(newest={newest}) needs a batch of at least {newest}. "
+                f"sample({batch}) from Combined(newest={newest}) needs a batch of at least {newest}. "
                 "Raise the batch size or lower newest."
             )
+        count = self._engine.count_at_least(max(distinct, 1))
+        if count and count >= distinct:
+            return
         if count == 0:
-            self._refuse_empty(call)
+            self._refuse_empty(f"sample({batch})")
         kind = "of the newest" if distinct == newest else "without replacement"
         remedy = "." if kind == "of the newest" else ", or sample with Uniform(replacement=True)."
         raise ValueError(
-            f"{call} {kind} needs {distinct} {self._units}; the buffer holds {count}. "
+            f"sample({batch}) {kind} needs {distinct} {self._units}; the buffer holds {count}. "
             f"Add more or lower the batch size{remedy}"
         )
 
@@ -334,11 +328,11 @@ class Buffer(StatefulBuffer):
             raise (KeyError if unknown else ValueError)(f"write {problem}; it takes {', '.join(self._fields)}.")
         checked = validation.as_keys(keys, self._device)
         checks = [each for each in self._checks if each[0] in given]
-        found = validation.as_rows(given, checks, None, self._device, on_host=self._on_host)
-        if found.rows != len(checked):
-            raise ValueError(f"write needs a row for each of {len(checked)} keys; found {found.rows} in its fields.")
+        values, rows, _, _ = validation.as_rows(given, checks, None, self._device, on_host=self._on_host)
+        if rows != len(checked):
+            raise ValueError(f"write needs a row for each of {len(checked)} keys; found {rows} in its fields.")
         with self._lock:
-            self._sampling.write(checked, found.values)
+            self._sampling.write(checked, values)
 
     def exclude(self, keys: Any) -> None:
         """Never sample the rows of these keys again, such as those of a crashed simulator or a failed demonstration.
@@ -373,14 +367,15 @@ class Buffer(StatefulBuffer):
             size = added - first
             counts = self._sampling.counts()
             next_step = self._shape is not None and self._shape.next_step
-            eligible = counts[Counter.ELIGIBLE] if self._tracks_eligibility else self._state.left(size, size)
+            eligible = counts[Counter.ELIGIBLE] if self._shape else self._state.left(size, size)
+            leaves = self._counters[:0] if self._state.tree is None else self._state.tree.masses
             # slots that are not live have been sampled 0 times
             sampled = self._storage.times_sampled
             return Stats(
                 size=size,
                 added=added,
                 eligible=eligible,
-                **vars(self._distribution(eligible)),
+                **vars(self._sampler.base.distribution(leaves, self._state.rule, eligible)),
                 mean_age=(size - 1) / 2 if size else 0.0,
                 max_age=max(size - 1, 0),
                 mean_times_sampled=int(sampled.sum()) / size if size else 0.0,
@@ -393,10 +388,6 @@ class Buffer(StatefulBuffer):
                 nonfinite_rewards=counts[Counter.NONFINITE],
                 lost_terminal_obs=counts[Counter.LOST_TERMINALS],
             )
-
-    def _distribution(self, eligible: int) -> Distribution:
-        leaves = self._counters[:0] if self._state.tree is None else self._state.tree.masses
-        return self._sampler.base.distribution(leaves, self._state.rule, eligible)
 
     def masses(self) -> Tensor:
         """Return a copy of the masses, (capacity,) int64 in slot order; sampling is proportional to them.
@@ -434,6 +425,14 @@ class Buffer(StatefulBuffer):
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
         """Sample `B` rows as a Batch on the buffer's device; subclasses say which errors it raises."""
 
+    def sample_sequences(self, *_: Never, **__: Never) -> Never:
+        """Raises TypeError: what a row of a batch is, is a setting of a trajectory buffer, `sequences`."""
+        raise TypeError(
+            "a buffer samples one kind of row, said when it is made: TrajectoryReplayBuffer(..., "
+            "sequences=Sequences(burn_in + length, strict=..., stride=...)), then sample(B); of a checkpoint "
+            "load(path, sequences=...)."
+        )
+
     def capture(
         self,
         batch_size: int | None,
@@ -463,24 +462,3 @@ class Buffer(StatefulBuffer):
         Raises TypeError or ValueError for invalid arguments.
         """
         return LearningStep(self, learn, batch_size, beta, warm_ups, generators)
-
-    @contextmanager
-    def _recording(self, batch: int | None) -> Iterator[Recorded]:
-        """Count what is captured meanwhile. Raises as `sample` where there is too little to sample from."""
-        if batch is not None:
-            with self._lock:
-                self._check_enough(batch)
-        self._stream_order.recorded = recorded = Recorded()
-        try:
-            yield recorded
-        finally:
-            self._stream_order.recorded = None
-
-    @contextmanager
-    def _replaying(self, batch: int | None, recorded: Recorded) -> Iterator[None]:
-        """Order one replay of what was recorded. Raises as `sample` where there is too little to sample from."""
-        with self._alone():
-            if batch is not None:
-                self._check_enough(batch)
-            yield
-            self._sampling.count_added(recorded.rows)

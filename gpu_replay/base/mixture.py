@@ -30,7 +30,8 @@ class ReplayMixture:
         batch = mixture.sample(256)
         mixture.update_priorities(batch.key, td_error, batch.source)
 
-    Raises TypeError or ValueError for buffers that do not fit together and for other shares.
+    The attributes `buffers` and `shares` are tuples of them. Raises TypeError or ValueError for buffers that do not fit
+    together and for other shares.
 
     Paine et al. 2019, "Making Efficient Use of Demonstrations to Solve Hard Exploration Problems" (R2D3).
     """
@@ -39,14 +40,14 @@ class ReplayMixture:
         if not (isinstance(buffers, Iterable) and isinstance(shares, Iterable)):
             found = f"{type(buffers).__name__} and {type(shares).__name__}"
             raise TypeError(f"ReplayMixture needs a list of buffers and a list of their shares; found {found}.")
-        self._buffers = tuple(buffers)
-        for place, buffer in enumerate(self._buffers):
+        self.buffers = tuple(buffers)
+        for place, buffer in enumerate(self.buffers):
             if not isinstance(buffer, Buffer):
                 raise TypeError(
                     f"ReplayMixture needs a ReplayBuffer or TrajectoryReplayBuffer each; number {place} is a "
                     f"{type(buffer).__name__}."
                 )
-            first = self._buffers[0]
+            first = self.buffers[0]
             for what, one, other in (
                 ("class", type(buffer).__name__, type(first).__name__),
                 ("device", buffer.device, first.device),
@@ -61,34 +62,24 @@ class ReplayMixture:
                     )
             if _SOURCE in buffer.fields:
                 raise ValueError(f"field name {_SOURCE!r} is reserved in a ReplayMixture: it makes this itself.")
-        if not self._buffers or len(self._buffers) != len(shares):
+        if not self.buffers or len(self.buffers) != len(shares):
             raise ValueError(f"ReplayMixture needs a share for each of its buffers; found {len(shares)} shares.")
-        self._shares = tuple(validation.check_float("ReplayMixture share", share, above=True) for share in shares)
-        if not math.isclose(sum(self._shares), 1.0, abs_tol=1e-6):
-            raise ValueError(f"ReplayMixture shares must sum to 1; {self._shares} sum to {sum(self._shares):g}.")
-
-    @property
-    def buffers(self) -> tuple[Buffer, ...]:
-        """The buffers in the order of `source`."""
-        return self._buffers
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """The share of each buffer."""
-        return self._shares
+        self.shares = tuple(validation.check_float("ReplayMixture share", share, above=True) for share in shares)
+        if not math.isclose(sum(self.shares), 1.0, abs_tol=1e-6):
+            raise ValueError(f"ReplayMixture shares must sum to 1; {self.shares} sum to {sum(self.shares):g}.")
 
     def __len__(self) -> int:
         """Transitions stored in all buffers; on CUDA this waits for the device."""
-        return sum(map(len, self._buffers))
+        return sum(map(len, self.buffers))
 
     def __repr__(self) -> str:
         """Shares and buffers; on CUDA this waits for the device."""
-        parts = (f"{share:g} of {buffer!r}" for share, buffer in zip(self._shares, self._buffers, strict=True))
+        parts = (f"{share:g} of {buffer!r}" for share, buffer in zip(self.shares, self.buffers, strict=True))
         return f"ReplayMixture({'; '.join(parts)})"
 
     def _counts(self, batch_size: int) -> list[int]:
         # sums of decimal shares are off in their last bits
-        parts = [round(share / sum(self._shares) * batch_size, 9) for share in self._shares]
+        parts = [round(share / sum(self.shares) * batch_size, 9) for share in self.shares]
         counts = [math.floor(part) for part in parts]
         order = sorted(range(len(parts)), key=lambda place: counts[place] - parts[place])
         for place in order[: batch_size - sum(counts)]:
@@ -105,7 +96,7 @@ class ReplayMixture:
         `sample`, before any of them has sampled.
         """
         counts = self._counts(validation.check_batch_size(batch_size))
-        drawn = [(place, self._buffers[place], rows) for place, rows in enumerate(counts) if rows]
+        drawn = [(place, self.buffers[place], rows) for place, rows in enumerate(counts) if rows]
         for _, buffer, rows in drawn:
             # a buffer that has too little is found before another one has sampled
             with buffer._lock:
@@ -118,20 +109,23 @@ class ReplayMixture:
             begin += rows
         return Batch({**batch.to_dict(), _SOURCE: source})
 
+    # raises, and says what to write
+    sample_sequences = Buffer.sample_sequences
+
     def update_priorities(self, keys: Any, priorities: Any, source: Any) -> None:
         """Give each row's buffer the new priority of its key; nothing waits for a device.
 
         keys, priorities: as for the buffers' own `update_priorities`, which also says what it raises.
         source: (m,) int64 as `batch.source`. A row of another number is ignored on CUDA, and a ValueError on the CPU.
         """
-        device = self._buffers[0].device
+        device = self.buffers[0].device
         checked = validation.as_keys(keys, device).to(device)
         number = validation.as_keys(source, device, "source").to(device)
         if number.shape != checked.shape:
             raise ValueError(f"source must have shape {list(checked.shape)}, as keys; found {list(number.shape)}.")
-        last = len(self._buffers) - 1
+        last = len(self.buffers) - 1
         if device.type == "cpu" and bool(((number < 0) | (number > last)).any()):
             raise ValueError(f"source must be from 0 to {last}, as sample returns it; found {number.tolist()}.")
-        for place, buffer in enumerate(self._buffers):
+        for place, buffer in enumerate(self.buffers):
             # what is another's is no key here
             buffer.update_priorities(torch.where(number == place, checked, -1), priorities)

@@ -23,6 +23,8 @@ _MEANT = dict.fromkeys(("max_size", "size", "buffer_size", "memory_size", "max_l
 _MEANT |= {name: f"sampler=Proportional({name}=...)" for name in ("alpha", "beta", "eps", "clip", "initial")}
 _MEANT |= dict.fromkeys(("seq_len", "sequence_length", "length", "burn_in"), "sequences=Sequences(length)")
 _MEANT |= dict.fromkeys(("batch_size",), "sample(batch_size)")
+_OF_STEPS = ("num_envs", "stack", "n_step", "gamma", "autoreset", "relabel", "sequences")
+_MEANT |= dict.fromkeys(_OF_STEPS, "a TrajectoryReplayBuffer, to which it belongs")
 # what earlier versions had
 _GONE = {"random_shift": "sampled images are shifted by eight lines of torch: see the guide, Random shifts of images."}
 # all buffers of this process

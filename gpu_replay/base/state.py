@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -59,8 +59,7 @@ class StatefulBuffer:
     # made with a storage and what draws from it
     _host_engine: ClassVar[type[Any]]
     _device_engine: ClassVar[type[Any]]
-    # whether stored rows may be ineligible, and how a ring of steps is divided
-    _tracks_eligibility: ClassVar[bool]
+    # how a ring of steps is divided, in which stored rows may be ineligible
     _shape: StreamShape | None = None
 
     def __init__(
@@ -103,7 +102,7 @@ class StatefulBuffer:
                 self._device,
                 self._backend,
                 self._seed,
-                tracks_eligibility=self._tracks_eligibility,
+                tracks_eligibility=self._shape is not None,
             )
             self._counters = self._state.counters
             self._made_engine: Engine = self._make_engine()
@@ -167,7 +166,9 @@ class StatefulBuffer:
     def clear(self) -> None:
         """Forget all transitions; keys and the counts of `stats()` continue.
 
-        An interrupt (KeyboardInterrupt) takes effect after the call.
+        In a trajectory buffer unfinished episodes continue too, and steps whose stack would need forgotten frames are
+        not eligible: if you interrupt the streams as well, call `begin_episodes`. An interrupt (KeyboardInterrupt)
+        takes effect after the call.
         """
         with self._lock, self._stream_order:
             half_loaded = self._is_half_loaded()
@@ -314,45 +315,32 @@ class StatefulBuffer:
         Raises CheckpointError, which says what is damaged, or, while another process saves to the path, that you should
         load again; TypeError for anything but a sampler.
         """
-        return cls._loaded(
-            path, device, sampler=sampler, storage_device=storage_device, storage_path=storage_path, **others
-        )
+        if isinstance(device, Sampler):
+            raise TypeError(f"load takes the path and a device by position; found {device!r}: did you mean sampler=?")
+        if sampler is not None:
+            check_described(check_sampler(sampler))
+        saved = BufferCheckpoint(path, cls.__name__)
+        arguments = saved.arguments()
+        # errors in these are errors of this call, not of the checkpoint
+        cls._check_others(path, arguments, others)
+        device = check_device(device)
+        check_placement(device, storage_device, storage_path)
+        places = {"device": device, "storage_device": storage_device, "storage_path": storage_path}
+        given = {"seed": saved.seed, "sampler": arguments["sampler"] if sampler is None else sampler}
+        with saved.refusing(NO_SETTINGS):
+            buffer = cls(**(arguments | others | places | given))
+        with buffer._alone():
+            saved.restore(buffer._restoring(arguments))
+        return buffer
 
     @classmethod
-    def _loaded(
-        cls,
-        path: str | PathLike[str],
-        device: torch.device | str | None,
-        check: Callable[[dict[str, Any]], None] | None = None,
-        **given: Any,
-    ) -> Self:
-        """The saved buffer on this device, made with these arguments in addition to the saved ones.
-
-        check: raises where the saved arguments do not allow those given.
-        """
-        known = {"sampler", "storage_device", "storage_path"}
-        known |= {"relabel", "sequences"} if cls._tracks_eligibility else set()
-        for name in given.keys() - known:
+    def _check_others(cls, path: object, saved: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+        """Raise where a buffer with the saved arguments is not loaded with these others."""
+        for name in others:
             raise TypeError(
                 f"load gives the buffer that was saved, with its own settings; it takes no {name!r}. For another "
                 "capacity make a new buffer and fill it from old.batches(size): see the guide, Checkpoints."
             )
-        if given["sampler"] is None:
-            given.pop("sampler")
-        else:
-            check_described(check_sampler(given["sampler"]))
-        saved = BufferCheckpoint(path, cls.__name__)
-        arguments = saved.arguments()
-        # errors in these are errors of this call, not of the checkpoint
-        if check is not None:
-            check(arguments)
-        device = check_device(device)
-        check_placement(device, given["storage_device"], given["storage_path"])
-        with saved.refusing(NO_SETTINGS):
-            buffer = cls(**(arguments | given | {"device": device, "seed": saved.seed}))
-        with buffer._alone():
-            saved.restore(buffer._restoring(arguments))
-        return buffer
 
     def _restoring(self, saved: Mapping[str, Any]) -> checkpoint_state.BufferState:
         """What the state of a buffer with these arguments is restored through; its rows and sampler may be others."""

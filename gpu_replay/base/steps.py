@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,8 @@ import torch
 from torch import Tensor
 
 from gpu_replay import validation
-from gpu_replay.engines.trajectory_storage import StreamSettings
 from gpu_replay.fields import DICTIONARIES, TORCH_OF, Field, check_names, flattened, has_items
-from gpu_replay.ops.steps import GivenFinals
+from gpu_replay.ops.steps import GivenFinals, StreamShape
 
 
 def is_objects(value: Any) -> bool:
@@ -25,6 +25,7 @@ def objects(values: list[Any]) -> np.ndarray:
     return np.fromiter(values, dtype=object, count=len(values))
 
 
+@dataclass(frozen=True)
 class StepInput:
     """Checks values and brings them into the form in which the engine of one buffer stores them.
 
@@ -32,65 +33,56 @@ class StepInput:
     observations:  names of those that observations are made of, and that have final ones.
     """
 
-    def __init__(
-        self,
-        fields: Mapping[str, Field],
-        observations: Iterable[str],
-        settings: StreamSettings,
-        device: torch.device,
-        *,
-        on_host: bool,
-    ) -> None:
-        self._fields = fields
-        self._observations = list(observations)
-        self._settings, self._num_envs, self._terminal = settings, settings.num_envs, settings.shape.terminal
-        self._device = device
-        self._on_host = on_host
+    fields: Mapping[str, Field]
+    observations: list[str]
+    shape: StreamShape
+    device: torch.device
+    on_host: bool
 
     def split(self, values: Mapping[str, Any], final_obs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The values by the names of the fields, and final observations, `final_obs` as "obs" and others as "obs.NAME".
 
         Raises KeyError for names that are missing or unknown.
         """
-        fields = flattened(values, self._fields)
-        finals = {name: fields.pop(f"final_{name}") for name in self._observations if f"final_{name}" in fields}
-        if fields.keys() != self._fields.keys():
+        fields = flattened(values, self.fields)
+        finals = {name: fields.pop(f"final_{name}") for name in self.observations if f"final_{name}" in fields}
+        if fields.keys() != self.fields.keys():
             if any(name == "next_obs" or name.startswith("next_obs.") for name in fields):
                 raise KeyError(
                     "a trajectory buffer takes no next_obs: observations are stored once, and the next step brings it; "
                     "give final_obs= where an episode ended and the next step is of another one."
                 )
-            check_names(fields, self._fields)
+            check_names(fields, self.fields)
         if final_obs is not None:
             finals["obs"] = final_obs
         return fields, finals
 
     def steps(self, name: str, raw: Any, field: Field, steps: int | None) -> Any:
         """The value as `[T, E, *shape]` of the field's dtype: an array, read piece by piece, or a tensor."""
-        sides = (self._num_envs, *field.shape)
-        as_array = self._on_host or not isinstance(raw, Tensor)
-        value: Any = (validation.as_array if as_array else validation.as_tensor)(name, raw, self._device)
+        sides = (self.shape.num_envs, *field.shape)
+        as_array = self.on_host or not isinstance(raw, Tensor)
+        value: Any = (validation.as_array if as_array else validation.as_tensor)(name, raw, self.device)
         if not field.shape and value.ndim == 3 and value.shape[2] == 1:
             value = value.reshape(value.shape[:2])
         if value.ndim == 0 or tuple(value.shape[1:]) != sides:
-            alone = self._num_envs == 1 and value.ndim > 0 and tuple(value.shape[1:]) == field.shape
+            alone = self.shape.num_envs == 1 and value.ndim > 0 and tuple(value.shape[1:]) == field.shape
             hint = " Add the axis of the environments: value[:, None]." if alone else ""
             raise ValueError(
                 f"field {name!r} needs shape [T, {', '.join(map(str, sides))}]: T steps of each of the "
-                f"{self._num_envs} environments; found {list(value.shape)}.{hint}"
+                f"{self.shape.num_envs} environments; found {list(value.shape)}.{hint}"
             )
         if steps is not None and len(value) != steps:
             raise ValueError(f"field {name!r} has {len(value)} steps where the others of this extend have {steps}.")
         if len(value) == 0:
             raise ValueError("extend needs at least one step (T >= 1); found fields with 0 steps.")
-        if self._on_host or TORCH_OF.get(value.dtype) == field.dtype:
+        if self.on_host or TORCH_OF.get(value.dtype) == field.dtype:
             return validation.as_stored(name, value, field.dtype)
-        value = validation.as_tensor(name, value, self._device)
+        value = validation.as_tensor(name, value, self.device)
         return value if value.dtype == field.dtype else validation.cast(name, value, field.dtype)
 
     def _reads_final(self, terminated: Any, truncated: Any) -> Any:
         """Mask of the steps whose final observation will be read, given their flags."""
-        return truncated | terminated if self._terminal else truncated & ~terminated
+        return truncated | terminated if self.shape.terminal else truncated & ~terminated
 
     def finals(self, given: dict[str, Any], terminated: Any, truncated: Any) -> dict[str, Any] | None:
         """The final observations of a step as `[E, *shape]` of each observation field, or None where none are kept.
@@ -98,16 +90,16 @@ class StepInput:
         given: by `split`.
         """
         columns = self._by_field(given)
-        if not self._settings.final_capacity:
+        if not self.shape.finals:
             return None
         # the rows that will be read, where the device need not be asked for them
         known = isinstance(terminated, np.ndarray) or (terminated.is_cpu and truncated.is_cpu)
         read = np.asarray(self._reads_final(terminated, truncated)) if known else None
         rows: dict[str, Any] = {}
         for name, value in columns.items():
-            asked, field = f"final_{name}", self._fields[name]
+            asked, field = f"final_{name}", self.fields[name]
             rows[name] = self._final_rows(asked, value, field, len(terminated), read)
-            if self._on_host:
+            if self.on_host:
                 rows[name] = validation.numpy_view(asked, rows[name])
         return rows
 
@@ -130,12 +122,12 @@ class StepInput:
             flat: dict[str, Any] = {}
             for name, value in (given if is_objects(entries) else self._by_field(given)).items():
                 column = value if isinstance(value, np.ndarray) else self._as_tensor(f"final_{name}", value)
-                shape = (*read.shape, *(() if column.dtype == object else self._fields[name].shape))
+                shape = (*read.shape, *(() if column.dtype == object else self.fields[name].shape))
                 if tuple(column.shape) != shape:
                     raise ValueError(f"'final_{name}' needs shape {list(shape)}; found {list(column.shape)}.")
                 flat[name] = column[steps].reshape(-1, *shape[2:])
             parts = [(flat, steps)]
-        if not steps or not self._settings.final_capacity:
+        if not steps or not self.shape.finals:
             return None
         found = [self.finals(part, terminated[some].ravel(), truncated[some].ravel()) or {} for part, some in parts]
         place = np.full(len(read), -1)
@@ -146,7 +138,7 @@ class StepInput:
 
     def _refuse_unread(self) -> None:
         """Raise ValueError where no final observation is ever read."""
-        if self._settings.autoreset == "next_step":
+        if self.shape.next_step:
             raise ValueError(
                 'a buffer with autoreset="next_step" takes no final_obs: there the step after an ending brings the '
                 'final observation. An environment that gives it with the ending itself is autoreset="same_step" '
@@ -159,7 +151,7 @@ class StepInput:
         Raises TypeError or KeyError unless there is one for each observation field, ValueError where none is ever read.
         """
         self._refuse_unread()
-        names = self._observations
+        names = self.observations
         if list(given) == names:
             return given
         if given.keys() == {"obs"}:
@@ -188,7 +180,7 @@ class StepInput:
     def _as_tensor(self, name: str, value: Any) -> Tensor:
         """Final observations that are no object array as a tensor; raises TypeError."""
         try:
-            return validation.as_tensor(name, value, self._device)
+            return validation.as_tensor(name, value, self.device)
         except TypeError:
             if not isinstance(value, (list, tuple)):
                 raise
@@ -216,9 +208,9 @@ class StepInput:
         result = torch.zeros((rows, *field.shape), dtype=field.dtype, device="cpu")
         for row in range(rows) if read is None else np.flatnonzero(read).tolist():
             if value[row] is not None:
-                one = validation.as_tensor(name, value[row], self._device)[None]
-                result[row] = validation.as_field(name, one, field, None, self._device, on_host=False)[0]
+                one = validation.as_tensor(name, value[row], self.device)[None]
+                result[row] = validation.as_field(name, one, field, None, self.device, on_host=False)[0]
             elif read is not None:
-                env = row % self._num_envs
+                env = row % self.shape.num_envs
                 raise ValueError(f"{name!r} has None for environment {env}, whose episode ended in this step.")
         return result

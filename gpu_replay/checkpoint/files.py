@@ -32,6 +32,11 @@ def replace_file(path: Path, write: Callable[[Path], object], *, partial: Path |
     return path
 
 
+def replace_text(path: Path, text: str) -> Path:
+    """Replace a text file, and return `path`."""
+    return replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
 def replace_json(path: Path, value: Any, *, partial: Path) -> None:
     """Replace a file by a JSON value; when this returns, that is on the disk."""
 

@@ -58,22 +58,6 @@ Kind = tuple[torch.dtype, tuple[int, ...]]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """The contents of a manifest.
-
-    given:  what the caller of `write_checkpoint` gave.
-    shapes: dtype and shape of each tensor by name.
-    shards: hold each row of each tensor once.
-    sha256: of all of it.
-    """
-
-    given: dict[str, Any]
-    shapes: dict[str, Kind]
-    shards: tuple[Shard, ...]
-    sha256: str
-
-
 def write_manifest(folder: Path, given: Mapping[str, Any], shards: Sequence[Shard]) -> None:
     """Put a new manifest in force: from the rename on, these shards are the checkpoint."""
     parts = [part for shard in shards for part in shard.parts]
@@ -93,8 +77,11 @@ def write_manifest(folder: Path, given: Mapping[str, Any], shards: Sequence[Shar
     replace_json(folder / MANIFEST, outer, partial=folder / UNFINISHED_MANIFEST)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The verified manifest. Raises CheckpointError naming what is missing, damaged, foreign or of another version."""
+def read_manifest(folder: Path) -> Checkpoint:
+    """The checkpoint that a verified manifest describes, whose shards nobody has looked at.
+
+    Raises CheckpointError naming what is missing, damaged, foreign or of another version.
+    """
     if not folder.exists():
         raise CheckpointError(f"there is no checkpoint {folder}.")
     file = folder / MANIFEST
@@ -125,7 +112,7 @@ def read_manifest(folder: Path) -> Manifest:
         _check_rows(shapes, shards)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{file} does not list its tensors and pieces: {error!r}.") from error
-    return Manifest(body["manifest"], shapes, shards, outer["sha256"])
+    return Checkpoint(folder, body["manifest"], shapes, shards, outer["sha256"])
 
 
 def check_version(what: str, version: object, supported: int) -> None:
@@ -151,10 +138,9 @@ def files_in_force(folder: Path) -> set[str]:
     """The shard files that the manifest names; all there are, if it is too damaged to tell."""
     if not (folder / MANIFEST).exists():
         return set()
-    try:
-        return {shard["file"] for shard in json.loads((folder / MANIFEST).read_bytes())["body"]["pieces"]}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return {file.name for file in folder.iterdir() if SHARD_NAME.fullmatch(file.name)}
+    with suppress(CheckpointError):
+        return {shard.file for shard in read_manifest(folder).shards}
+    return {file.name for file in folder.iterdir() if SHARD_NAME.fullmatch(file.name)}
 
 
 def _body_sha256(body: Mapping[str, Any]) -> str:
@@ -253,33 +239,36 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     The contents of a shard are verified when they are read, so that opening takes no time.
     Raises CheckpointError naming what is missing, damaged, foreign or of another version.
     """
-    return Checkpoint(Path(os.path.realpath(check_path("path", path))))
+    found = read_manifest(Path(os.path.realpath(check_path("path", path))))
+    with found.unless_replaced():
+        for shard in found.shards:
+            check_length(found.path, shard)
+        _refuse_foreign_shards(found.path)
+    return found
 
 
+@dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: `manifest` as it was given, and tensors that stream into memory one chunk at a time.
+    """What a manifest says, and tensors that stream into memory one chunk at a time.
+
+    manifest: what the caller of `write_checkpoint` gave.
+    shapes:   dtype and shape of each tensor by name.
+    shards:   hold each row of each tensor once.
+    sha256:   of all that the manifest says.
 
     Nothing stays open between calls. Saving to the same path meanwhile removes shards; then CheckpointError says to
     open it again.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._manifest = read_manifest(path)
-        self.manifest = self._manifest.given
-        with self._unless_replaced():
-            for shard in self._manifest.shards:
-                check_length(path, shard)
-            _refuse_foreign_shards(path)
-
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        return tuple(self._manifest.shapes)
+    path: Path
+    manifest: dict[str, Any]
+    shapes: dict[str, Kind]
+    shards: tuple[Shard, ...]
+    sha256: str
 
     def read_all(self) -> dict[str, Tensor]:
         """New tensors with everything that is stored, by name, in host memory."""
-        shapes = {name: self.shape_of(name) for name in self.tensor_names}
-        out = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, (dtype, shape) in shapes.items()}
+        out = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, (dtype, shape) in self.shapes.items()}
         self.fill(out)
         return out
 
@@ -303,7 +292,7 @@ class Checkpoint:
 
         Parts come in any order and from several threads. Raises CheckpointError as `fill`.
         """
-        shards = [shard for shard in self._manifest.shards if any(map(wanted, shard.parts))]
+        shards = [shard for shard in self.shards if any(map(wanted, shard.parts))]
 
         def read(shard: Shard) -> int:
             targets = [(part, target(part)) for part in shard.parts if wanted(part)]
@@ -313,17 +302,17 @@ class Checkpoint:
             return shard.nbytes
 
         total = sum(shard.nbytes for shard in shards)
-        with self._unless_replaced(), files.show(f"loading {self.path.name}", total) as advance:
+        with self.unless_replaced(), files.show(f"loading {self.path.name}", total) as advance:
             in_parallel(read, shards, advance)
 
     def shape_of(self, name: str) -> Kind:
         """Dtype and shape of a stored tensor."""
-        if name not in self._manifest.shapes:
-            raise CheckpointError(f"{self.path} holds no tensor {name!r}; it holds {sorted(self._manifest.shapes)}.")
-        return self._manifest.shapes[name]
+        if name not in self.shapes:
+            raise CheckpointError(f"{self.path} holds no tensor {name!r}; it holds {sorted(self.shapes)}.")
+        return self.shapes[name]
 
     @contextmanager
-    def _unless_replaced(self) -> Iterator[None]:
+    def unless_replaced(self) -> Iterator[None]:
         """Say so when an error comes from a save that replaced the checkpoint since it was opened."""
         try:
             yield
@@ -331,7 +320,7 @@ class Checkpoint:
             now = None
             with suppress(CheckpointError):
                 now = read_manifest(self.path).sha256
-            if now == self._manifest.sha256:
+            if now == self.sha256:
                 raise
             raise CheckpointError(
                 f"checkpoint {self.path} was replaced by another save while it was read. Open it again."
@@ -352,35 +341,30 @@ def check_fit(source: str, tensors: Mapping[str, Tensor], shape_of: Callable[[st
 def write_shards(folder: Path, contents: list[tuple[Part, ...]], tensors: Mapping[str, Tensor]) -> list[Shard]:
     """The shards with these contents: those that the manifest in force does not name are written, and all synced."""
     token, in_force = secrets.token_hex(4), _intact_shards(folder)
-    earlier = {place: in_force.get(_rows_of(parts)) for place, parts in enumerate(contents)}
-    hashes: dict[int, str] = {}
-    shards: dict[int, Shard] = {}
+    hashes: dict[tuple[Part, ...], str] = {}
+    shards: dict[tuple[Part, ...], Shard] = {}
 
-    def compare(place: int) -> tuple[int, Shard | None]:
-        found = earlier[place]
-        hashes[place] = sha256_of(contents[place], tensors)
-        if found is None or hashes[place] != found.sha256:
-            return place, None
+    def compare(parts: tuple[Part, ...]) -> Shard | None:
+        found, hashes[parts] = in_force[_rows_of(parts)], sha256_of(parts, tensors)
         # the whole tensor may have grown or shrunk around these rows
-        return place, replace(found, parts=contents[place])
+        return replace(found, parts=parts) if hashes[parts] == found.sha256 else None
 
-    def store(place: int) -> tuple[int, Shard]:
-        file = f"piece-{token}-{place:05d}.safetensors"
-        return place, write_shard(folder, file, contents[place], tensors, hashes.get(place))
+    def store(place: int) -> Shard:
+        file, parts = f"piece-{token}-{place:05d}.safetensors", contents[place]
+        return write_shard(folder, file, parts, tensors, hashes.get(parts))
 
-    def note(done: tuple[int, Shard | None]) -> None:
-        place, shard = done
+    def note(shard: Shard | None) -> None:
         if shard is not None:
-            shards[place] = shard
+            shards[shard.parts] = shard
             advance(shard.nbytes)
 
     with files.show(f"saving {folder.name}", sum(map(file_bytes, contents))) as advance:
-        in_parallel(compare, [place for place, shard in earlier.items() if shard is not None], note)
-        changed = [place for place in earlier if place not in shards]
+        in_parallel(compare, [parts for parts in contents if _rows_of(parts) in in_force], note)
+        changed = [place for place, parts in enumerate(contents) if parts not in shards]
         require_free(folder, sum(file_bytes(contents[place]) for place in changed))
         in_parallel(store, changed, note)
     sync_folder(folder)
-    return [shards[place] for place in earlier]
+    return [shards[parts] for parts in contents]
 
 
 def _rows_of(parts: tuple[Part, ...]) -> tuple[tuple[str, int, int], ...]:

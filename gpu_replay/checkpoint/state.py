@@ -105,53 +105,40 @@ def sampler_from(described: Any, others: Iterable[type[Any]] = ()) -> Any:
     Raises ValueError for a sampler whose class is not defined, and where ranks were not exact at every sample.
     """
     kinds = {**Sampler.kinds, LinearSchedule.__name__: LinearSchedule} | {each.__name__: each for each in others}
-    return _value_from(renewed(described), kinds)
+    return _value_from(described, kinds)
 
 
 def _value_from(described: Any, kinds: Mapping[str, Any]) -> Any:
-    """A sampler, or a value of a field, from its description; samplers and schedules are of these classes."""
-    if isinstance(described, list):
-        return [_value_from(each, kinds) for each in described]
-    if not isinstance(described, Mapping):
-        return described
-    name = described["kind"]
-    if name == "tuple":
-        return tuple(_value_from(described["items"], kinds))
-    if name == "dict":
-        return {key: _value_from(value, kinds) for key, value in described["items"].items()}
-    if name not in kinds:
-        raise ValueError(f"its sampler is {name}, which is not defined here. Import the module that defines it first.")
-    values = {key: _value_from(value, kinds) for key, value in described.items() if key != "kind"}
-    if _FIELD_KIND in values:
-        values["kind"] = values.pop(_FIELD_KIND)
-    return kinds[name](**values)
+    """A sampler, or a value of a field, from its description; samplers and schedules are of these classes.
 
-
-def renewed(described: Any) -> Any:
-    """A sampler that an earlier version described, as this one does.
-
-    RankBased had `resort_every`; tuples and dictionaries stood as they were, and fields with `init=False` too.
-    Raises ValueError where `resort_every` was not 1.
+    In earlier versions tuples and dictionaries stood as they were, fields with `init=False` too, and RankBased had
+    `resort_every`.
     """
     if isinstance(described, (tuple, list)):
-        items = [renewed(each) for each in described]
-        return items if isinstance(described, list) else {"kind": "tuple", "items": items}
+        items = [_value_from(each, kinds) for each in described]
+        return items if isinstance(described, list) else tuple(items)
     if not isinstance(described, Mapping):
         return described
-    kind = described.get("kind")
-    if kind in ("tuple", "dict"):
-        return described
-    values = {name: renewed(value) for name, value in described.items()}
-    if kind is None:
-        return {"kind": "dict", "items": values}
-    every = values.pop("resort_every", 1) if kind == RankBased.__name__ else 1
+    name = described.get("kind")
+    if name == "tuple":
+        return tuple(_value_from(described["items"], kinds))
+    if name in (None, "dict"):
+        named = described if name is None else described["items"]
+        return {key: _value_from(value, kinds) for key, value in named.items()}
+    if name not in kinds:
+        raise ValueError(f"its sampler is {name}, which is not defined here. Import the module that defines it first.")
+    known = getattr(kinds[name], "__dataclass_fields__", {})
+    made = [key for key in described if key != "kind" and (key not in known or known[key].init)]
+    values = {key: _value_from(described[key], kinds) for key in made}
+    every = values.pop("resort_every", 1) if name == RankBased.__name__ else 1
     if every != 1:
         raise ValueError(
             f"its sampler is RankBased(resort_every={every}), and this version ranks exactly at every sample. "
             "Load it with the version that saved it."
         )
-    known = getattr(Sampler.kinds.get(str(kind)), "__dataclass_fields__", {})
-    return {name: value for name, value in values.items() if name == "kind" or name not in known or known[name].init}
+    if _FIELD_KIND in values:
+        values["kind"] = values.pop(_FIELD_KIND)
+    return kinds[name](**values)
 
 
 def without_shifts(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,17 +176,6 @@ def config_of(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     if arguments.get("sequences") is not None:
         config["sequences"] = asdict(arguments["sequences"])
     return config
-
-
-def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The constructor's arguments from a config; `relabel`, whose functions are not saved, as it is described."""
-    arguments = {name: value for name, value in without_shifts(config).items() if name != "kind"}
-    fields = {name: field_from(described) for name, described in config["fields"].items()}
-    if arguments.get("relabel") is not None:
-        arguments["relabel"] = dict(arguments["relabel"])
-    if arguments.get("sequences") is not None:
-        arguments["sequences"] = Sequences(**arguments["sequences"])
-    return {**arguments, "fields": fields, "sampler": sampler_from(config["sampler"])}
 
 
 VERSION = 1
@@ -272,7 +248,10 @@ def checked_snapshot(buffer: BufferState, snapshot: Mapping[str, Any]) -> Callab
     try:
         check_version("the state has version", snapshot["version"], VERSION)
         settings = without_shifts(snapshot["settings"])
-        unlike = difference(buffer.config, {**settings, "sampler": renewed(settings.get("sampler"))})
+        if settings["sampler"] != buffer.config["sampler"]:
+            # an earlier version may have described the same one in another way
+            settings["sampler"] = describe_sampler(sampler_from(settings["sampler"]))
+        unlike = difference(buffer.config, settings)
         if unlike is not None:
             raise ValueError(f"the state is of another buffer: {unlike}. Make a buffer with the same settings.")
         counters, seed = checked_counters(snapshot["counters"]), check_int("the state's seed", snapshot["seed"])
@@ -346,9 +325,15 @@ class BufferCheckpoint:
             raise CheckpointError(f"{self.path}: {what}: {error}") from error
 
     def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """The constructor's arguments; `relabel`, whose functions are not saved, as it is described."""
         with self.refusing(NO_SETTINGS):
-            return arguments_of(self.config)
+            arguments = {name: value for name, value in without_shifts(self.config).items() if name != "kind"}
+            fields = {name: field_from(described) for name, described in arguments["fields"].items()}
+            if arguments.get("relabel") is not None:
+                arguments["relabel"] = dict(arguments["relabel"])
+            if arguments.get("sequences") is not None:
+                arguments["sequences"] = Sequences(**arguments["sequences"])
+            return {**arguments, "fields": fields, "sampler": sampler_from(arguments["sampler"])}
 
     def restore(self, buffer: BufferState) -> None:
         """Stream all of it into a buffer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_replay.console.atomic_files import replace_file
+from gpu_replay.checkpoint.files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

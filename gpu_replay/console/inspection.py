@@ -132,7 +132,7 @@ def of_checkpoint(path: str | os.PathLike[str]) -> BufferReport:
     saved = BufferCheckpoint(folder)
     with saved.refusing("the manifest is not of a replay buffer"):
         stored = saved.checkpoint
-        return _report(saved.config, saved.counters, stored.tensor_names, partial(_stored_rows, stored))
+        return _report(saved.config, saved.counters, stored.shapes, partial(_stored_rows, stored))
 
 
 def _stored_rows(stored: Checkpoint, name: str, slots: np.ndarray) -> Tensor:

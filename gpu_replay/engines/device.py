@@ -137,7 +137,7 @@ class DeviceSampler:
             self.added += rows
             self.overwritten += min(rows, max(0, self.added - self.state.slots))
         elif self.order.recorded is not None:
-            self.order.recorded.rows += rows
+            self.order.recorded += rows
         else:
             self.host_count_stale = True
 

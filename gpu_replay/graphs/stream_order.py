@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -28,12 +27,7 @@ def number_of_current_stream(index: int) -> int:
 _stream_number: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", number_of_current_stream)
 
 
-class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.streams: dict[tuple[int, str], torch.cuda.Stream] = {}
-
-
-_of_thread = _OfThread()
+_of_thread = threading.local()
 
 
 def side_stream(device: torch.device, use: Literal["captures", "copies"]) -> torch.cuda.Stream:
@@ -42,17 +36,10 @@ def side_stream(device: torch.device, use: Literal["captures", "copies"]) -> tor
     A new one each time would soon be one that others use: torch has 32, which it hands out again and again.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    streams, key = _of_thread.streams, (index, use)
+    streams, key = vars(_of_thread), f"{index} {use}"
     if key not in streams:
         streams[key] = torch.cuda.Stream(device)
     return streams[key]
-
-
-@dataclass
-class Recorded:
-    """The rows that one replay of a graph adds, which the host must count."""
-
-    rows: int = 0
 
 
 class StreamOrder(AbstractContextManager[None]):
@@ -72,8 +59,8 @@ class StreamOrder(AbstractContextManager[None]):
         self._index = device.index
         self._streams = device.type == "cuda"
         self.captures = False
-        # counts the rows that captured calls add, where the buffer is notified of replays
-        self.recorded: Recorded | None = None
+        # the rows that captured calls added so far, which the host must count with each replay; None: with none
+        self.recorded: int | None = None
         # nested blocks, and what makes the device current within the outermost one; a single device always is
         self._depth = 0
         several = self._streams and torch.cuda.device_count() != 1

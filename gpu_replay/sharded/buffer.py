@@ -100,7 +100,7 @@ def size_of(buffer: Buffer) -> Tensor:
     state, counts = buffer._state, buffer._counters
     if state.summed is not None:
         size = state.summed.levels[-1].sum()
-    elif buffer._tracks_eligibility:
+    elif buffer._shape:
         size = counts[Counter.ELIGIBLE]
     elif state.tree is not None and state.excluded:
         size = (state.tree.masses > 0).sum()
@@ -140,9 +140,10 @@ class ShardedReplay:
 
     `add`, `extend`, `begin_episodes`, `update_priorities`, `write`, `exclude`, `keys`, `priorities`, `batches`,
     `epoch`, `in`, `shard[keys]`, `len` and `stats` are those of the rank's own buffer, whose keys never leave their
-    rank. They send nothing. `shard.buffer` has all others. Every rank must make the collective calls, in the same
-    order: the constructor, `sample`, `global_stats`, `clear`, `save`, `load` and `close`. With `initial="running"`
-    every sample tells all ranks the largest priority that any was given.
+    rank. They send nothing. `shard.buffer` has all others; `rank` and `ranks` say which process of how many this is.
+    Every rank must make the collective calls, in the same order: the constructor, `sample`, `global_stats`, `clear`,
+    `save`, `load` and `close`. With `initial="running"` every sample tells all ranks the largest priority that any was
+    given.
 
     If a rank dies or does not make a call, the others raise RuntimeError within `timeout`; all further collective calls
     are then refused, so load a checkpoint in new processes. If the arguments or the contents of one rank do not allow a
@@ -157,6 +158,7 @@ class ShardedReplay:
 
     def __init__(self, buffer: Buffer, group: Any = None, timeout: float = 60.0) -> None:
         self._group = Group(group, getattr(buffer, "device", "cpu"), timeout)
+        self.rank, self.ranks = self._group.rank, self._group.size
         # the largest batch that all ranks are known to have enough for
         self._proven = 0
 
@@ -176,16 +178,6 @@ class ShardedReplay:
                 raise CollectiveError(ValueError(message))
             self._group.adopt_group()
         self.buffer = buffer
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process in the group."""
-        return self._group.rank
-
-    @property
-    def ranks(self) -> int:
-        """Processes that share the memory, `R`."""
-        return self._group.size
 
     # calls on this rank's own buffer
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpu_replay.checkpoint.files import replace_text
 from gpu_replay.console.arguments import pathname, positive
-from gpu_replay.console.atomic_files import write_text
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.markdown import bullets, table
 from gpu_replay.console.versions import cpu_cores, cpu_model, versions
@@ -86,9 +86,9 @@ def write_cliffwalk(folder: Path, outcomes: Sequence[Outcome], facts: Mapping[st
     rows = runs.assign(converged=runs["converged"].astype(int))
     cells = summarize(runs)
     return [
-        write_text(folder / "cliffwalk.csv", rows.to_csv(index=False, float_format="%.3f", lineterminator="\n")),
+        replace_text(folder / "cliffwalk.csv", rows.to_csv(index=False, float_format="%.3f", lineterminator="\n")),
         _draw(folder / PICTURE, cells),
-        write_text(folder / "cliffwalk.md", _report(cells, facts)),
+        replace_text(folder / "cliffwalk.md", _report(cells, facts)),
     ]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpu_replay.console.atomic_files import write_text
+from gpu_replay.checkpoint.files import replace_text
 from gpu_replay.console.markdown import NOTHING, bullets, number, table
 from gpu_replay.study import analysis
 from gpu_replay.study.analysis import PAIRS, PREDICTORS, Correlation, Estimate
@@ -52,7 +52,7 @@ def write_report(folder: Path) -> list[Path]:
         pictures="\n\n".join(f"![{path.stem}]({path.name})" for path in pictures),
     )
     # an empty section leaves no gap
-    return [*pictures, write_text(folder / TEMPLATE.name, re.sub(r"\n{3,}", "\n\n", text))]
+    return [*pictures, replace_text(folder / TEMPLATE.name, re.sub(r"\n{3,}", "\n\n", text))]
 
 
 def interval(found: Estimate | None, digits: int | None = None) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_replay.console.atomic_files import write_text
+from gpu_replay.checkpoint.files import replace_text
 from gpu_replay.console.errors import UserError
 from gpu_replay.study.run import COLUMNS, KEYS, RunId
 
@@ -101,7 +101,7 @@ class StudyFolder:
         path = self.path / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return write_text(path, text)
+            return replace_text(path, text)
         except OSError as error:
             raise UserError(f"--output {self.path} cannot be written: {error.strerror or error}.") from None
 

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpu_replay import CheckpointError, TrajectoryReplayBuffer
-from gpu_replay.checkpoint.files import replace_file, save_lock
+from gpu_replay.checkpoint.files import replace_file, replace_text, save_lock
 from gpu_replay.console import figures
-from gpu_replay.console.atomic_files import write_text
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.progress import progress_bar
 from gpu_replay.training.checkpoints import saved_steps
@@ -89,7 +88,7 @@ class RunDir:
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         """Write a JSON file; non-finite numbers become null, which JSON has no other way to write."""
         finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
-        write_text(self.path / name, json.dumps(finite, indent=2) + "\n")
+        replace_text(self.path / name, json.dumps(finite, indent=2) + "\n")
 
     def _enter(self) -> None:
         """Lock the folder until the process ends in whatever way (not on Windows), and check what is in it."""

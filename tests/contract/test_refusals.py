@@ -157,6 +157,15 @@ BUILT: list[tuple[Callable[[], Any], Any, str]] = [
     *((lambda kind=kind: Field(*kind), ValueError, "Field scale must be 0 or of a size") for kind in NO_SCALES),
     (lambda: rows(fields={"obs": Field((10**30, 2), torch.uint8)}), ValueError, "at most 281,474,976,710,656 elements"),
     (lambda: steps(random_shift=0), TypeError, "no setting .random_shift. any more: .*eight lines of torch"),
+    *(
+        (lambda name=name: rows(**{name: 3}), TypeError, f"no setting '{name}'; did you mean a TrajectoryReplayBuffer")
+        for name in ("num_envs", "stack", "n_step", "sequences")
+    ),
+    *(
+        (lambda kind=kind: kind.load("anywhere", Uniform()), TypeError, r"found Uniform\(.*did you mean sampler=\?")
+        for kind in (ReplayBuffer, TrajectoryReplayBuffer)
+    ),
+    (lambda: ReplayMixture([rows()], [1.0]).sample_sequences(2, 3), TypeError, r"sequences=Sequences\("),
     (lambda: steps(sequences=80), TypeError, r"must be Sequences\(80\), or None .* found 80"),
     (lambda: steps(sequences="L"), TypeError, r"must be Sequences\(length\).* found 'L'"),
     (

@@ -13,7 +13,7 @@ import torch
 from checkpoints import edit, example, pieces_of, read_everything, saved
 
 from gpu_replay import CheckpointError
-from gpu_replay.checkpoint.format import Manifest, read_checkpoint, read_manifest, write_checkpoint
+from gpu_replay.checkpoint.format import Checkpoint, read_checkpoint, read_manifest, write_checkpoint
 
 
 def changed(data: bytes, place: float) -> bytes:
@@ -108,7 +108,7 @@ def test_reading_what_another_save_replaces_says_so(tmp_path: Path, monkeypatch:
         checkpoint.read_all()
     seeds = iter((0, 0))
 
-    def overtaken(folder: Path) -> Manifest:
+    def overtaken(folder: Path) -> Checkpoint:
         found = read_manifest(folder)
         for seed in seeds:
             saved(folder, seed)

@@ -6,6 +6,7 @@ For tests of the order in which work reaches a GPU, without one. `work` stands f
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -109,7 +110,7 @@ class FakeCuda:
             patch.setattr(torch.cuda, name, getattr(self, name))
         patch.setattr(stream_order, "_stream_number", stream_order.number_of_current_stream)
         # what was made before is of another machine
-        patch.setattr(stream_order, "_of_thread", stream_order._OfThread())
+        patch.setattr(stream_order, "_of_thread", threading.local())
         for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
             patch.setattr(torch._C, name, getattr(self, name), raising=False)
         return self

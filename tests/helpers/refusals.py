@@ -247,7 +247,7 @@ CALLS: list[tuple[tuple[str, ...], Call, Any, str]] = [
     (ANY, lambda b, given: b.write([0.0], **two_of(given, 1, 1)), TypeError, "keys must be integers"),
     (ANY, lambda b, given: b.write([0], action=given["action"][:1, None, None]), ValueError, "action"),
     (ANY, lambda b, given: b.write([0], action=given["action"][:1].cfloat()), LOSSY, "action"),
-    (STEPS, lambda b, _: b.sample_sequences(2, 3), TypeError, r"sequences=Sequences\("),
+    (ANY, lambda b, _: b.sample_sequences(2, 3), TypeError, r"sequences=Sequences\("),
     (STEPS, lambda b, _: b.begin_episodes(np.ones(b.num_envs + 1, bool)), ValueError, "environments; found"),
     (STEPS, lambda b, _: b.begin_episodes(np.ones(b.num_envs)), LOSSY, "(?i:bool)"),
     *calls(ANY, lambda b, size: b.batches(size), alike(LOSSY, "size", 0, 1.5)),

@@ -63,9 +63,9 @@ class Pretended(Buffer):
     def add(self, name: str = "add") -> None:
         self._call(name)
         if self._stream_order.capturing() and self._stream_order.recorded is not None:
-            self._stream_order.recorded.rows += 5
+            self._stream_order.recorded += 5
 
-    def _check_enough(self, batch: int, skipped: int = 0, call: str = "") -> None:
+    def _check_enough(self, batch: int) -> None:
         if self.empty:
             raise RuntimeError("the buffer holds nothing")
 
