@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import scale
+from devices import loops, scale
 from interpreted import kernel_device as kernel_device
 from pairs import RENEWED, RowPair, StepPair, live_through
 from places import given, live, make
@@ -32,14 +32,17 @@ OF_STEPS = scale(list(SAMPLERS), ["uniform", "combined-proportional"])
 KEEP_A_TREE = scale([name for name, sampler in SAMPLERS.items() if sampler.base.prioritized], ["combined-rank"])
 
 
-def pair_of(kind: str, sampler: str, device: str, **settings: Any) -> Any:
+def pair_of(kind: str, sampler: str, device: str) -> Any:
     """A pair that holds a few rows."""
     if kind == "rows":
         pair: Any = RowPair(24, SAMPLERS[sampler], seed=3, device=device)
         pair.add(30)
         return pair
-    steps = StepPair(48, 2, sampler=SAMPLERS[sampler], seed=3, device=device, n_step=2, stack=2, **settings)
-    return live_through(steps, scale(40, 26))
+    with loops():
+        steps = StepPair(48, 2, sampler=SAMPLERS[sampler], seed=3, device=device, n_step=2, stack=2)
+        live_through(steps, 40)
+    steps.renew("state")
+    return steps
 
 
 @pytest.mark.parametrize("sampler", OF_STEPS)

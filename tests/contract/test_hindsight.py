@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import host_only, scale, statistical
+from devices import host_only, loops, scale, statistical
 from distribution import check_counts
 from hindsight_oracle import (
     ACHIEVED,
@@ -67,9 +67,11 @@ def test_every_goal_of_the_strategy_is_reached_and_no_other(strategy: str, devic
 def stream(letters: str, device: str = "cpu", *, envs: int = 1, capacity: int = 12, **settings: Any) -> StepPair:
     """Environments that all took these steps: T terminated, U truncated."""
     given = {"sampler": Uniform(replacement=True), "relabel": hindsight(), "fields": GOALS, **settings}
-    pair = StepPair(capacity * envs, envs, device=device, **given)
-    for letter in letters:
-        pair.add(steps_of(pair, letter.replace(".", "")))
+    with loops():
+        pair = StepPair(capacity * envs, envs, device=device, **given)
+        for letter in letters:
+            pair.add(steps_of(pair, letter.replace(".", "")))
+    pair.renew("state")
     return pair
 
 

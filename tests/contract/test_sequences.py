@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import scale
+from devices import loops, scale, thinned
 from model import StepModel
 from pairs import StepPair, live_through
 from programs import SAMPLERS
@@ -84,20 +84,20 @@ def with_rows(model: StepModel, rows: Sequences | None) -> StepModel:
 ROWS = (None, Sequences(1, stride=2), Sequences(3, strict=True), Sequences(6))
 
 
-@pytest.mark.parametrize("name", ["proportional", "annealed", "rank", "uniform", "latest"])
-@pytest.mark.parametrize("mode", ["next_step", "same_step"])
+@thinned("name, mode", ["proportional", "annealed", "rank", "uniform", "latest"], ["next_step", "same_step"])
 def test_a_loaded_buffer_may_give_other_rows(name: str, mode: str, device: str, tmp_path: Path) -> None:
     draw = random.Random(f"{name} {mode}")
     pairs = [(one, other) for one in ROWS for other in ROWS if one != other]
-    for case, (before, after) in enumerate(draw.sample(pairs, scale(12, 2))):
+    for case, (before, after) in enumerate(draw.sample(pairs, scale(12, 1))):
         settings = {"sampler": SAMPLERS[name], "n_step": 2, "stack": 2, "autoreset": mode, "sequences": before}
-        pair = StepPair(2 * 30, 2, device=device, **settings)
-        for turn in range(draw.randint(1, 9)):
-            live_through(pair, draw.randint(1, 9), turn, end=0.1)
-            keys = pair.model.eligible()[-6:]
-            pair.update(keys, [draw.choice((0.25, 1.0, 8.0)) for _ in keys])
-            if draw.random() < 0.2:
-                draw.choice((pair.clear, pair.begin_episodes))()
+        with loops():
+            pair = StepPair(2 * 30, 2, device=device, **settings)
+            for turn in range(draw.randint(1, 9)):
+                live_through(pair, draw.randint(1, 9), turn, end=0.1)
+                keys = pair.model.eligible()[-6:]
+                pair.update(keys, [draw.choice((0.25, 1.0, 8.0)) for _ in keys])
+                if draw.random() < 0.2:
+                    draw.choice((pair.clear, pair.begin_episodes))()
         pair.buffer.save(tmp_path / str(case))
         pair.buffer = TrajectoryReplayBuffer.load(tmp_path / str(case), device, sequences=after)
         pair.model = with_rows(pair.model, after)

@@ -21,7 +21,7 @@ import pytest
 import torch
 from checkpoints import edit, pieces_of, spoiled
 from devices import device_fixture as device_fixture
-from devices import scale
+from devices import loops, scale
 from golden import MADE
 from pairs import FIELDS as SCRIPTED
 from pairs import StepPair, live_through, numbered
@@ -172,7 +172,9 @@ def ring(sampler: Any) -> ReplayBuffer:
 def steps(sampler: Any, **others: Any) -> TrajectoryReplayBuffer:
     """A ring of 11 steps of 3 environments with final observations."""
     settings: dict[str, Any] = {"stack": 3, "n_step": 2, "autoreset": "same_step", "sampler": sampler, "device": "cpu"}
-    pair = live_through(StepPair(33, 3, fields=SCRIPTED, **settings | others), 50, seed=1)
+    with loops():
+        pair = live_through(StepPair(33, 3, fields=SCRIPTED, **settings | others), 50, seed=1)
+    pair.renew("state")
     for _ in range(2):
         pair.update(pair.sample(3), [0.5, 1.5, 3.0])
     return pair.buffer
@@ -309,12 +311,13 @@ def test_a_state_that_lies_is_loaded_and_every_call_stays_in_the_memory_of_the_b
     state = buffer.state_dict()
     edit(state)
     buffer.load_state_dict(state)
-    for _ in range(40):
+    # the ring goes round
+    for _ in range(scale(40, 12)):
         with contextlib.suppress(RuntimeError):
             keys = buffer.sample(5).key
             assert ((keys >= 0) & (keys < buffer.added)).all()
             buffer.update_priorities(keys, torch.arange(5.0))
-        assert sum(len(batch.key) for batch in buffer.batches(7)) == len(buffer)
+        assert sum(len(batch.key) for batch in buffer.batches(scale(7, 40))) == len(buffer)
         buffer.add(**given(buffer, 3))
 
 
@@ -327,7 +330,7 @@ def test_an_edited_manifest_is_refused_or_that_of_a_buffer(kind: str, tmp_path: 
     whole = (path / "manifest.json").read_bytes()
     ways = list(spoiled(json.loads(whole)["body"]))
     loaded = []
-    for way, changed in ways if full else random.Random(0).sample(ways, 120):
+    for way, changed in ways if full else random.Random(0).sample(ways, scale(120, 40)):
         if not isinstance(changed, dict) or "relabel" in way:
             continue
         (path / "manifest.json").write_bytes(whole)
