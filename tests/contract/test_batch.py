@@ -218,6 +218,8 @@ def test_keys_come_in_every_form(form: str, device: str) -> None:
     found = buffer.priorities(keys)
     assert (found.tolist(), found.dtype, found.device.type) == ([2.0] * len(wanted), torch.float64, device)
     assert buffer.total_mass() == (8 + len(set(wanted))) * 2**20
+    buffer.exclude(keys)
+    assert set(buffer.keys(eligible=True).tolist()) == {*range(5, 13)} - {*wanted}
 
 
 def test_stats_are_plain_numbers(device: str) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import scale, statistical, thinned
 from distribution import check_counts
 from hindsight_oracle import GOALS, hindsight, reward_of

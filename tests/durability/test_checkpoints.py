@@ -22,7 +22,6 @@ import pytest
 import torch
 from checkpoints import MANIFEST, example, numbers, pieces_of, read_everything, saved, snapshot
 from children import ended, forked, in_a_child, needs_fork
-from freed import collector_off_fixture as collector_off_fixture
 from torch import Tensor
 
 from gpu_replay import CheckpointError

@@ -28,7 +28,6 @@ from programs import SAMPLERS, numbers
 from ranks import Gone, Raised, Ranks, ranks_of
 from refusals import whole_state
 from test_own_sampler import Geometric
-from test_own_sampler import alone as alone
 from tolerances import close
 
 from gpu_replay import (
@@ -59,6 +58,14 @@ Rounds = list[list[dict[str, Any]]]
 def ranks() -> Iterator[Ranks]:
     with ranks_of(3) as found:
         yield found
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process is the only rank of a process group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 # what ranks do

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import edit, pieces_of, spoiled
-from devices import device_fixture as device_fixture
 from devices import loops, scale
 from golden import MADE
 from pairs import FIELDS as SCRIPTED

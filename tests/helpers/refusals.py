@@ -178,8 +178,9 @@ KEYS: list[tuple[Any, Any, str]] = [
     *alike(TypeError, "(?i:key)", "01", True, 1.0, [0.5]),
     *alike(TypeError, "keys must be integers of 64 bits.*list.*found", 2**63, slice(0, 3), [2**70]),
 ]
-PRIORITIES_OF = [(keys, (error, RuntimeError), f"{words}|no priorities") for keys, error, words in KEYS]
-PRIORITIES_OF += [(-1, (KeyError, RuntimeError), "key -1 is not live|no priorities")]
+# where the buffer may have neither priorities nor a tree
+OF_SOME = [(keys, (error, RuntimeError), f"{words}|no priorities|keeps no tree") for keys, error, words in KEYS]
+NOT_LIVE = [(-1, (KeyError, RuntimeError), "key -1 is not live|no priorities")]
 PRIORITIES: list[tuple[Any, Any, str]] = [
     *alike(ValueError, "(?i:priorit)", ONES[:1], torch.ones(3), ONES[None], torch.ones(())),
     (torch.ones(2, 5), ValueError, r"(?i:priorit).*reduce over time.*amax\(1\)"),
@@ -234,7 +235,8 @@ CALLS: list[tuple[tuple[str, ...], Call, Any, str]] = [
     (ANY, lambda b, _: b.sample(2, beta="0.5"), TypeError, "beta"),
     *calls(ANY, lambda b, keys: b.update_priorities(keys, ONES), KEYS),
     *calls(ANY, lambda b, keys: b[keys], KEYS),
-    *calls(ANY, lambda b, keys: b.priorities(keys), PRIORITIES_OF),
+    *calls(ANY, lambda b, keys: b.priorities(keys), [*OF_SOME, *NOT_LIVE]),
+    *calls(ANY, lambda b, keys: b.exclude(keys), OF_SOME),
     *calls(ANY, lambda b, priorities: b.update_priorities(TWO, priorities), PRIORITIES),
     *calls(ANY, lambda b, kind: b[NOT_DENSE[kind](ONES)], alike(TypeError, "keys.*found", "coo", "quantized")),
     (STEPS, lambda b, given: b.add(**nothing_of(given)), ValueError, r"one step of each.*found \[0\]"),
