@@ -135,24 +135,6 @@ def step(reward: float = 0.0, *, terminated: bool = False, truncated: bool = Fal
     return given | flags | more
 
 
-@pytest.mark.parametrize(
-    "odd", [step(1.0), step(float("nan")), step(terminated=True), step(truncated=True)], ids=["1", "nan", "T", "U"]
-)
-def test_a_reset_step_has_neither_reward_nor_flag(odd: dict[str, Any], device: str) -> None:
-    buffer = TrajectoryReplayBuffer(50, 1, FRAMES, autoreset="next_step", device=device)
-    for given in (step(1.0), step(3.0, truncated=True), step(), step(2.0), step(terminated=True)):
-        buffer.add(**given)
-    buffer.begin_episodes()
-    # after a break comes a first step, whatever it brings
-    buffer.add(**odd)
-    if odd["terminated"] or odd["truncated"]:
-        buffer.add(**step())
-    buffer.add(**step(terminated=True))
-    assert buffer.stats().unexpected_resets == 0
-    told(buffer, RESETS, lambda: buffer.add(**odd))
-    assert buffer.stats().unexpected_resets == 1
-
-
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
 def test_a_warning_that_is_an_error_stores_nothing(autoreset: Any, device: str) -> None:
     buffer = TrajectoryReplayBuffer(50, 1, FRAMES, autoreset=autoreset, device=device)
@@ -199,19 +181,6 @@ def test_final_observations_have_places_for_one_step_in_32_at_least(
     fields = {**FRAMES, "obs": Field(shape, torch.uint8)}
     buffer = TrajectoryReplayBuffer(slots, 4, fields, autoreset="same_step", device="cpu")
     assert buffer.state_dict()["settings"]["final_capacity"] == places
-
-
-def test_truncated_episodes_without_a_final_observation_are_counted_and_told_once(device: str) -> None:
-    buffer = TrajectoryReplayBuffer(50, 1, FRAMES, autoreset="disabled", final_capacity=2, device=device)
-    given = step(truncated=True, final_obs=torch.ones(1, 84, 84, dtype=torch.uint8))
-    for each in (given, step(terminated=True), step(terminated=True, truncated=True), given):
-        buffer.add(**each)
-    assert buffer.stats().lost_truncations == 0
-    # both places are taken
-    told(buffer, LOST, lambda: buffer.add(**given))
-    buffer.add(**step(truncated=True))
-    stats = buffer.stats()
-    assert (stats.lost_truncations, stats.eligible, stats.unexpected_resets) == (2, 4, 0)
 
 
 def test_counts_and_places_are_those_of_the_checkpoint(tmp_path: Path, device: str) -> None:

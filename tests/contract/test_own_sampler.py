@@ -17,7 +17,7 @@ from devices import host_only, scale, statistical
 from distribution import check_counts
 from interpreted import kernel_device as kernel_device
 from pairs import RENEWED
-from places import given, live, make
+from places import given, make, used
 from refusals import whole_state
 from test_distributions import lived
 from tolerances import close
@@ -73,12 +73,6 @@ def chances_of(sampler: Any, keys: list[int]) -> dict[int, float]:
     """The probability of each of these keys, the oldest first, of one row that is not among the newest."""
     chances = sampler.base.chances(torch.arange(len(keys)), torch.tensor(len(keys))).tolist()
     return dict(zip(keys, chances, strict=True))
-
-
-def used(kind: str, sampler: Any, rounds: int = 3) -> Any:
-    buffer = make(kind, sampler=sampler)
-    list(live(buffer, rounds))
-    return buffer
 
 
 @statistical
@@ -144,9 +138,9 @@ def check_kept(found: Any, sampler: Any) -> None:
 @pytest.mark.parametrize("way", ["state", *RENEWED])
 def test_a_copy_or_a_checkpoint_of_its_buffer_draws_on_and_has_its_fields(way: str, kind: str) -> None:
     for sampler in (OWN["annealed"], Kept(7), Combined(Kept(7), newest=2)):
-        buffer = used(kind, sampler)
+        buffer = used(kind, 3, sampler=sampler)
         if way == "state":
-            again = used(kind, sampler, rounds=1)
+            again = used(kind, 1, sampler=sampler)
             again.load_state_dict(buffer.state_dict())
         else:
             again = RENEWED[way](buffer)
@@ -234,7 +228,7 @@ def test_a_sampler_that_its_fields_do_not_make_again_is_refused(kind: str) -> No
 
 @pytest.mark.parametrize("name", ["recent", "combined"])
 def test_a_checkpoint_needs_its_class(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer, kind = used("exact", OWN[name]), type(OWN[name].base)
+    buffer, kind = used("exact", 3, sampler=OWN[name]), type(OWN[name].base)
     buffer.save(tmp_path / "saved")
     monkeypatch.delitem(Sampler.kinds, kind.__name__)
     with pytest.raises(CheckpointError, match=rf"{kind.__name__}, which is not defined here\. Import the module that"):
@@ -247,7 +241,7 @@ def test_a_checkpoint_needs_its_class(name: str, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("name", ["Baseline", "_Recent"])
 def test_its_class_may_have_any_other_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "kinds", dict(Sampler.kinds))
-    buffer = used("exact", type(name, (Recent,), {})(7))
+    buffer = used("exact", 3, sampler=type(name, (Recent,), {})(7))
     buffer.save(tmp_path / "saved")
     assert type(buffer).load(tmp_path / "saved", "cpu").sampler == buffer.sampler
 

@@ -266,44 +266,6 @@ def check_every_place(kind: str, name: str, adds: int, call: Call, every: int) -
     assert not unlike(buffer, memory(untouched))
 
 
-def test_an_exception_at_any_instruction_of_a_sample_with_goals_leaves_the_buffer_open() -> None:
-    buffer = make("goals")
-    for _ in range(24):
-        buffer.add(**given(buffer))
-    buffer.sample(4)
-    # of the class and its bases, and of what keeps contexts
-    files = {sys.modules[each.__module__].__file__ for each in (contextmanager, *TrajectoryReplayBuffer.__mro__[:3])}
-
-    def stopped(at: int) -> int:
-        """Sample, and raise at one of the instructions of these files; returns how many came."""
-        count = 0
-
-        def each(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal count
-            frame.f_trace_opcodes = True
-            if frame.f_code.co_filename not in files:
-                return None
-            count += event == "opcode"
-            if count == at:
-                raise Interruption
-            return each
-
-        before = sys.gettrace()
-        sys.settrace(each)
-        try:
-            buffer.sample(4)
-        finally:
-            sys.settrace(before)
-        return count
-
-    total = stopped(NOWHERE)
-    assert total > 100
-    for at in range(1, total + 1):
-        with pytest.raises(Interruption):
-            stopped(at)
-        buffer.add(**given(buffer))
-
-
 class TestHost:
     pytestmark = on_the_host
 
@@ -317,7 +279,7 @@ class TestHost:
                 check_every_place(kind, name, adds, call, (3 if each == "extend" else 1) if full else every)
 
     @needs_fork
-    @pytest.mark.parametrize("name", ["sample", "stacks", "add and save", "load"])
+    @pytest.mark.parametrize("name", ["sample", "stacks", "sample with goals", "add and save", "load"])
     def test_an_interrupt_anywhere_leaves_no_lock_held(self, name: str, full: bool, tmp_path: Path) -> None:
         every = 1 if full else 11 if name.startswith("s") else 97
 
@@ -430,7 +392,7 @@ def check_numbered(batch: Any) -> None:
 
 @contextmanager
 def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
-    """Calls that move 1 MB, with two threads of torch, and checkpoints of many shards, with bars that nobody sees."""
+    """Calls that move 1 MB with two threads of torch, a sample with goals, and checkpoints whose bars nobody sees."""
     rows = ReplayBuffer(300, NUMBERED, sampler=Proportional(), device="cpu")
     fields = {**NUMBERED, "action": Field((), torch.int64)}
     steps = TrajectoryReplayBuffer(300, 1, fields, stack=2, autoreset="next_step", device="cpu")
@@ -438,6 +400,14 @@ def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
     many = {name: value[:, None] for name, value in numbered(steps, 200).items()}
     no, path = torch.zeros(200, 1, dtype=torch.bool), folder / "checkpoint"
     steps.extend(**many, action=many["n"], reward=many["n"].float(), terminated=no, truncated=no)
+
+    goals = make("goals")
+    for _ in range(24):
+        goals.add(**given(goals))
+
+    def with_goals() -> None:
+        goals.sample(4)
+        goals.add(**given(goals))
 
     def add_and_save() -> None:
         rows.add(**numbered(rows, 5))
@@ -459,6 +429,7 @@ def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
             yield {
                 "sample": lambda: check_numbered(rows.sample(260)),
                 "stacks": lambda: check_numbered(steps.sample(64)),
+                "sample with goals": with_goals,
                 "add and save": add_and_save,
                 "load": load,
             }

@@ -21,12 +21,11 @@ import pytest
 import torch
 from checkpoints import edit, pieces_of, spoiled
 from devices import loops, scale
-from golden import MADE
 from pairs import FIELDS as SCRIPTED
 from pairs import StepPair, live_through, numbered
-from places import FIELDS, STEPS, check_equal, given, live, make
+from places import FIELDS, STEPS, check_equal, given, live, make, used
 from refusals import whole_state
-from transitions import ANNEALED, EXACT, NUMBER, fill, leaves
+from transitions import ANNEALED, EXACT, fill, leaves
 from transitions import make as make_numbered
 
 from gpu_replay import (
@@ -51,15 +50,6 @@ EVERY_SETTING = Combined(Proportional(0.3, LinearSchedule(0.2, 0.9, 7), 0.01, 5.
 REFUSED = (ValueError, KeyError, TypeError, RuntimeError)
 
 
-def used(kind: str, rounds: int, **settings: Any) -> Any:
-    """A buffer that was used for so many rounds, and stopped in the middle of episodes and windows."""
-    buffer = make(kind, **settings)
-    list(live(buffer, rounds))
-    for _ in range(rounds % 4):
-        buffer.add(**given(buffer))
-    return buffer
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["transitions", *STEPS])
 @pytest.mark.parametrize("sampler", [Uniform(), EVERY_SETTING, ANNEALED], ids=repr)
@@ -81,25 +71,8 @@ def test_state_is_a_copy_and_loading_it_again_repeats_everything(device: str) ->
         check_equal(found, expected)
 
 
-# settings that a checkpoint keeps
-
-
-@pytest.mark.parametrize("kind", ["transitions", "same_step", "nested"])
-def test_a_buffer_from_disk_keeps_every_setting(kind: str, device: str, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    settings: dict[str, Any] = {"sampler": EVERY_SETTING, "device": device, "seed": 2**63 + 5}
-    buffer = MADE["proportional"]() if kind == "nested" else used(kind, scale(3, 1), **settings)
-    buffer.save(tmp_path / "checkpoint")
-    loaded = type(buffer).load(tmp_path / "checkpoint", device=buffer.device)
-    assert (dict(loaded.fields), repr(loaded)) == (dict(buffer.fields), repr(buffer))
-    assert (loaded.sampler, loaded.seed, loaded.capacity) == (buffer.sampler, 2**63 + 5, buffer.capacity)
-    assert loaded.state_dict()["settings"] == buffer.state_dict()["settings"]
-    assert type(buffer).load(tmp_path / "checkpoint").device == ReplayBuffer(1, NUMBER).device
-
-
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_load_after_which_environments_were_reset_begins_episodes(begins: bool, device: str, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
     pair = StepPair(40, 2, stack=2, n_step=3, device=device)
     for number in range(12):
         if number == 6:
@@ -142,7 +115,6 @@ def test_state_of_a_buffer_with_other_settings_is_refused(name: str, device: str
 
 
 def test_the_two_buffers_are_not_mistaken_for_each_other(device: str, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
     both = [make(kind, device=device, sampler=Uniform()) for kind in ("exact", "same_step")]
     for one, other in (both, both[::-1]):
         with pytest.raises((ValueError, KeyError), match=r"kind|ReplayBuffer"):

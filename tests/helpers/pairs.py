@@ -241,6 +241,7 @@ class Both:
             self.buffer = RENEWED[way](old)
             known = ("device", "seed", "fields", "sampler", "capacity")
             assert [getattr(self.buffer, name) for name in known] == [getattr(old, name) for name in known]
+            assert self.buffer.state_dict()["settings"] == old.state_dict()["settings"]
         # a copy is independent
         old.clear()
 
