@@ -130,15 +130,10 @@ def test_a_sampler_without_a_trace_of_priorities_gives_none(device: str, tmp_pat
 
 
 def test_what_is_no_sampler_is_refused_and_so_is_a_sampler_elsewhere(device: str, tmp_path: Path) -> None:
-    rows = fill_steps(device)
+    rows = live_through(StepPair(12, 2, device=device), 4).buffer
     rows.save(tmp_path / "b")
     for wrong in (1, Proportional, "uniform"):
         with pytest.raises(TypeError, match=r"sampler must be Uniform\(\).*found"):
             TrajectoryReplayBuffer.load(tmp_path / "b", device, sampler=wrong)
     with pytest.raises(ValueError, match="the state is of another buffer: sampler is"):
         TrajectoryReplayBuffer.load(tmp_path / "b", device, sampler=Uniform()).load_state_dict(rows.state_dict())
-
-
-def fill_steps(device: str) -> TrajectoryReplayBuffer:
-    buffer: TrajectoryReplayBuffer = live_through(StepPair(12, 2, device=device), 4).buffer
-    return buffer

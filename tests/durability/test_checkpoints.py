@@ -31,11 +31,9 @@ from gpu_replay.checkpoint.shards import in_parallel
 
 load_file = pytest.importorskip("safetensors.torch").load_file
 Patch = pytest.MonkeyPatch
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PIECE = 4096
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_everything_comes_back_and_is_what_the_library_reads(tmp_path: Path, device: str) -> None:
     tensors = {name: tensor.to(device) for name, tensor in example().items()}
     write_checkpoint(tmp_path / "a" / "b", MANIFEST, tensors, shard_bytes=5000)
