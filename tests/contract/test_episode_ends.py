@@ -66,14 +66,14 @@ def test_one_environment_without_autoreset_is_warned_of_where_it_is_made(device:
         copy.deepcopy(unsaid)
         remake, arguments = unsaid.__reduce__()
         remake(*arguments)
-    TrajectoryReplayBuffer.from_env(pendulum(5), 8, device=device)
+    TrajectoryReplayBuffer.from_env(pendulum(), 8, device=device)
     assert "autoreset: 'Autoreset | AutoresetMode' = 'next_step'" in str(inspect.signature(TrajectoryReplayBuffer))
     with pytest.raises(ValueError, match="autoreset"):
         TrajectoryReplayBuffer(8, 1, FRAMES, autoreset=None, device=device)  # type: ignore[arg-type]
 
 
-def pendulum(steps: int) -> Any:
-    return gymnasium.make("Pendulum-v1", max_episode_steps=steps)
+def pendulum() -> Any:
+    return gymnasium.make("Pendulum-v1", max_episode_steps=5)
 
 
 def classic_loop(env: Any, buffer: TrajectoryReplayBuffer, steps: int) -> dict[int, tuple[Any, bool]]:
@@ -93,7 +93,7 @@ def classic_loop(env: Any, buffer: TrajectoryReplayBuffer, steps: int) -> dict[i
 
 
 def test_from_env_makes_the_buffer_for_the_classic_loop(device: str) -> None:
-    env = pendulum(5)
+    env = pendulum()
     buffer = TrajectoryReplayBuffer.from_env(env, 100, device=device)
     after = classic_loop(env, buffer, 30)
     stats = buffer.stats()
@@ -105,7 +105,7 @@ def test_from_env_makes_the_buffer_for_the_classic_loop(device: str) -> None:
 
 @pytest.mark.parametrize("mode", list(gymnasium.vector.AutoresetMode), ids=lambda mode: mode.value)
 def test_each_autoreset_mode_of_gymnasium_into_a_buffer_made_by_hand(mode: Any, device: str) -> None:
-    envs = gymnasium.vector.SyncVectorEnv([lambda: pendulum(5)] * 2, autoreset_mode=mode)
+    envs = gymnasium.vector.SyncVectorEnv([pendulum] * 2, autoreset_mode=mode)
     spaces = envs.single_observation_space, envs.single_action_space
     buffer = TrajectoryReplayBuffer.from_spaces(100, 2, *spaces, device=device)
 

@@ -51,8 +51,8 @@ def test_every_order_is_equally_likely(device: str) -> None:
     check_counts(orders, dict.fromkeys(orders, 1))
 
 
-def fill_numbers(rows: int, device: str, sampler: Any = None) -> ReplayBuffer:
-    buffer = make(rows, sampler, device=device, **NUMBER)
+def fill_numbers(rows: int, device: str) -> ReplayBuffer:
+    buffer = make(rows, device=device, **NUMBER)
     buffer.add(number=torch.arange(rows, device=device))
     return buffer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import tracemalloc
 import weakref
@@ -16,7 +15,7 @@ import pytest
 import torch
 from children import in_a_child, memory_of
 from devices import host_only, scale
-from pairs import FIELDS, StepPair, live_through
+from pairs import FIELDS, RENEWED, StepPair, live_through
 from places import STEPS, live
 from places import make as made
 from programs import SAMPLERS
@@ -206,10 +205,8 @@ def captured(buffer: Any, folder: Path) -> list[Any]:
 
 
 def copied(buffer: Any, folder: Path) -> list[Any]:
-    buffer.save(folder / "c")
     buffer.load_state_dict(buffer.state_dict())
-    given = {} if (relabel := getattr(buffer, "relabel", None)) is None else {"relabel": relabel}
-    return [type(buffer).load(folder / "c", buffer.device, **given), copy.deepcopy(buffer)]
+    return [renewed(buffer) for renewed in RENEWED.values()]
 
 
 def refused(buffer: Any, folder: Path) -> list[Any]:

@@ -208,13 +208,10 @@ def nothing_of(given: dict[str, Any]) -> dict[str, Any]:
     return {name: [] for name in given}
 
 
-def two_of(given: dict[str, Any], rows: int, actions: int) -> dict[str, Any]:
-    """So many rows of the first field, and of actions."""
+def written(given: dict[str, Any], actions: int) -> dict[str, Any]:
+    """One row of the first field, and so many actions."""
     name = next(iter(given))
-    return {
-        name: given[name][:1].repeat_interleave(rows, 0),
-        "action": given["action"][:1].repeat_interleave(actions, 0),
-    }
+    return {name: given[name][:1], "action": given["action"][:1].repeat_interleave(actions, 0)}
 
 
 def kinds_of(argument: str) -> tuple[str, ...]:
@@ -244,9 +241,9 @@ CALLS: list[tuple[tuple[str, ...], Call, Any, str]] = [
     (ANY, lambda b, _: b.write([0], other=[1.0]), KeyError, "unknown 'other'; it takes .*action"),
     (ANY, lambda b, _: b.write([0]), ValueError, "names no field"),
     *calls(STEPS, lambda b, name: b.write([0], **{name: [0.0]}), alike(KeyError, "unknown '.*it takes", *RESULTS)),
-    (ANY, lambda b, given: b.write([0, 1], **two_of(given, 1, 1)), ValueError, "a row for each of 2 keys; found 1"),
-    (ANY, lambda b, given: b.write([0, 1], **two_of(given, 1, 2)), ValueError, "rows where the others"),
-    (ANY, lambda b, given: b.write([0.0], **two_of(given, 1, 1)), TypeError, "keys must be integers"),
+    (ANY, lambda b, given: b.write([0, 1], **written(given, 1)), ValueError, "a row for each of 2 keys; found 1"),
+    (ANY, lambda b, given: b.write([0, 1], **written(given, 2)), ValueError, "rows where the others"),
+    (ANY, lambda b, given: b.write([0.0], **written(given, 1)), TypeError, "keys must be integers"),
     (ANY, lambda b, given: b.write([0], action=given["action"][:1, None, None]), ValueError, "action"),
     (ANY, lambda b, given: b.write([0], action=given["action"][:1].cfloat()), LOSSY, "action"),
     (STEPS, lambda b, _: b.sample_sequences(2, 3), TypeError, r"sequences=Sequences\("),

@@ -78,10 +78,10 @@ def fill(buffer: ReplayBuffer, count: int, priority: Sequence[float] | None = No
     return buffer.add(**handed_in(fields | ({} if given is None else {"priority": given}), first))
 
 
-def with_masses(masses: Sequence[int], settings: Proportional = EXACT, *, device: str, seed: int = 0) -> ReplayBuffer:
+def with_masses(masses: Sequence[int], *, device: str, seed: int = 0) -> ReplayBuffer:
     """A full buffer of numbers with exactly these masses in slot order."""
     capacity = len(masses)
-    buffer = ReplayBuffer(capacity, NUMBER, sampler=settings, device=device, seed=seed)
+    buffer = ReplayBuffer(capacity, NUMBER, sampler=EXACT, device=device, seed=seed)
     given = torch.tensor(masses, dtype=torch.float64) / UNIT
     buffer.add(number=torch.arange(capacity, device=device), priority=given.to(device))
     assert buffer.masses().tolist() == list(masses)
