@@ -30,7 +30,7 @@ from programs import KINDS, SAMPLERS, any_program, run
 from ranks import ranks_of
 from refusals import whole_state
 from test_damage import DAMAGE
-from test_interrupts import MORE, interrupt_everywhere, large_calls, under_signals
+from test_interrupts import interrupt_everywhere, large_calls, under_signals
 from test_kills import test_killed_at_random_moments_leaves_the_old_or_the_new_one
 from test_sharded import check_one_sided, one_sided
 from test_threads import SAMPLERS as OF_THREADS
@@ -110,7 +110,7 @@ def interrupts(seed: int) -> int:
     standard library, of calls that could leave a lock held.
     """
     draw = random.Random(seed)
-    under_signals(draw.choice(("transitions", *STEPS)), draw.choice(list(MORE)), seed, rounds=120)
+    under_signals(draw.choice(("transitions", *STEPS)), draw.choice(list(SAMPLERS)), seed, rounds=120)
     with tempfile.TemporaryDirectory() as folder, large_calls(Path(folder)) as calls:
         for call in calls.values():
             interrupt_everywhere(call, calls.values(), lambda total: draw.sample(range(total), 5))

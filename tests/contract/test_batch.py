@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -190,16 +191,11 @@ def test_no_keys_give_a_batch_of_no_rows(device: str) -> None:
     assert stacks[[]].next_obs.shape == (0, 2, 3)
 
 
-def test_what_is_added_or_overwritten_while_walking_is_left_out(device: str) -> None:
-    buffer = wrapped(device)
-    walk = buffer.batches(3)
-    assert next(walk).key.tolist() == [5, 6, 7]
-    fill(buffer, 4)
-    assert [batch.key.tolist() for batch in walk] == [[9, 10, 11], [12]]
-
-
-def test_without_a_device_the_buffer_is_on_the_gpu_where_there_is_one() -> None:
-    assert make(4, device=None).device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+def test_without_a_device_the_buffer_is_on_the_gpu_where_there_is_one(tmp_path: Path) -> None:
+    buffer = make(4, device=None)
+    buffer.save(tmp_path / "saved")
+    for each in (buffer, ReplayBuffer.load(tmp_path / "saved")):
+        assert each.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 FORMS = {"array": lambda keys: np.array(keys, np.int32), "list": list, "int": min}
@@ -218,6 +214,8 @@ def test_keys_come_in_every_form(form: str, device: str) -> None:
     found = buffer.priorities(keys)
     assert (found.tolist(), found.dtype, found.device.type) == ([2.0] * len(wanted), torch.float64, device)
     assert buffer.total_mass() == (8 + len(set(wanted))) * 2**20
+    buffer.exclude(keys)
+    assert set(buffer.keys(eligible=True).tolist()) == {*range(5, 13)} - {*wanted}
 
 
 def test_stats_are_plain_numbers(device: str) -> None:

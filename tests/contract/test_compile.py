@@ -62,9 +62,9 @@ def filled(sampler: Any = SCHEDULED, seed: int = 5, capacity: int = scale(61, 23
     return buffer
 
 
-def streamed(stack: int = 2, n_step: int = 3, **more: Any) -> TrajectoryReplayBuffer:
+def streamed(**more: Any) -> TrajectoryReplayBuffer:
     """Streams of steps in a ring that has turned."""
-    settings: dict[str, Any] = {"stack": stack, "n_step": n_step, "sampler": SCHEDULED, "seed": 5, **more}
+    settings: dict[str, Any] = {"stack": 2, "n_step": 3, "sampler": SCHEDULED, "seed": 5, **more}
     buffer = TrajectoryReplayBuffer(STEPS * ENVS, ENVS, STEP_FIELDS, **settings)
     for number in range(TURNED):
         buffer.add(**step_of(number))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import scale, statistical, thinned
+from devices import loops, scale, statistical, thinned
 from distribution import check_counts
 from model import UNIT, by_rank
 from pairs import RowPair, StepPair, live_through, numbered
@@ -44,7 +44,9 @@ def lived(kind: str, sampler: Any, device: str, seed: int) -> tuple[Any, list[in
         if kind == "windows":
             settings |= {"sequences": Sequences(4), "capacity": 70}
         settings = {"capacity": 46, "num_envs": 3} | settings
-        pair = live_through(StepPair(**settings, sampler=sampler, device=device, seed=seed), 33, seed, end=0.08)
+        with loops():
+            pair = live_through(StepPair(**settings, sampler=sampler, device=device, seed=seed), 33, seed, end=0.08)
+        pair.renew("state")
         keys = pair.model.eligible()
         assert 8 < len(keys) < len(pair.model.live())
     pair.update(keys, [(1 + 7 * key % 100) / 16 for key in keys])

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from devices import device_fixture as device_fixture
 from devices import scale, statistical, thinned
 from distribution import check_counts
 from hindsight_oracle import GOALS, hindsight, reward_of
@@ -21,7 +21,7 @@ from refusals import whole_state
 from test_distributions import lived
 from transitions import NUMBER, make
 
-from gpu_replay import ReplayBuffer, Sequences, Uniform
+from gpu_replay import Batch, ReplayBuffer, Sequences, Uniform
 
 pytestmark = pytest.mark.contract
 KINDS = ("rows", "steps", "windows")
@@ -51,16 +51,23 @@ def test_every_order_is_equally_likely(device: str) -> None:
     check_counts(orders, dict.fromkeys(orders, 1))
 
 
-def fill_numbers(rows: int, device: str, sampler: Any = None) -> ReplayBuffer:
-    buffer = make(rows, sampler, device=device, **NUMBER)
+def fill_numbers(rows: int, device: str) -> ReplayBuffer:
+    buffer = make(rows, device=device, **NUMBER)
     buffer.add(number=torch.arange(rows, device=device))
     return buffer
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_rows_and_order_are_those_of_the_call_and_overwritten_ones_are_left_out(shuffle: bool, device: str) -> None:
+WALKS: dict[str, Callable[[ReplayBuffer, int], Iterator[Batch]]] = {
+    "epoch": lambda buffer, rows: buffer.epoch(rows),
+    "in the order of keys": lambda buffer, rows: buffer.epoch(rows, shuffle=False),
+    "batches": lambda buffer, rows: buffer.batches(rows),
+}
+
+
+@pytest.mark.parametrize("walk_of", WALKS.values(), ids=WALKS)
+def test_rows_and_order_are_those_of_the_call_and_overwritten_ones_are_left_out(walk_of: Any, device: str) -> None:
     buffer, other = fill_numbers(20, device), fill_numbers(20, device)
-    walk, (expected,) = buffer.epoch(6, shuffle=shuffle), other.epoch(20, shuffle=shuffle)
+    walk, (expected,) = walk_of(buffer, 6), walk_of(other, 20)
     keys = expected.key.tolist()
     # the stream went on when the epoch was asked for
     assert whole_state(buffer) == whole_state(other)
@@ -69,7 +76,7 @@ def test_rows_and_order_are_those_of_the_call_and_overwritten_ones_are_left_out(
     buffer.add(number=torch.arange(20, 29, device=device))
     left = [key for key in keys[6:] if key >= 9]
     assert [batch.key.tolist() for batch in walk] == [left[at : at + 6] for at in range(0, len(left), 6)]
-    walk = buffer.epoch(6, shuffle=shuffle)
+    walk = walk_of(buffer, 6)
     buffer.clear()
     assert list(walk) == []
 

@@ -118,27 +118,6 @@ def test_no_rows_of_vectors_and_images_are_stored(form: str, device: str) -> Non
     assert whole_state(buffer) == before
 
 
-DTYPES = [torch.uint8, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_flags_are_numbers_of_any_dtype(dtype: torch.dtype, device: str) -> None:
-    fields = ROW | {"mask": Field((2,), torch.bool)}
-    buffer = ReplayBuffer(5, fields, device=device)
-    row = {"obs": torch.zeros(2, 2), "action": torch.zeros(2, 1, dtype=torch.int64), "reward": torch.zeros(2, 1)}
-    flags, mask = torch.tensor([[0], [1]], dtype=dtype, device=device), torch.tensor([[0, 1], [1, 1]], dtype=dtype)
-    buffer.add(**row, terminated=flags, mask=mask.to(device))
-    assert buffer[[0, 1]].terminated.tolist() == [False, True]
-    assert buffer[[0, 1]].mask.tolist() == [[False, True], [True, True]]
-    if device == "cpu":
-        with pytest.raises(ValueError, match="'mask' is stored as torch.bool.*0 and 1"):
-            buffer.add(**row, terminated=flags, mask=mask * 2)
-    else:
-        # looking would stall the device
-        buffer.add(**row, terminated=flags * 7, mask=mask.to(device))
-        assert buffer[[2, 3]].terminated.tolist() == [False, True]
-
-
 @pytest.mark.parametrize("final", ["array", "dict", "tuple"])
 def test_the_classic_loop_gives_its_rows_as_they_come(final: str, device: str) -> None:
     space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)

@@ -13,54 +13,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from devices import scale
+from devices import loops, scale, thinned
 from model import StepModel
-from pairs import StepPair, live_through
+from pairs import StepPair, live_through, play
 from programs import SAMPLERS
 
-from gpu_replay import Field, Sequences, TrajectoryReplayBuffer
+from gpu_replay import Sequences, TrajectoryReplayBuffer
 
 pytestmark = pytest.mark.contract
 
-FIELDS = {"obs": Field((), torch.float32), "action": Field((), torch.int64)}
 
-
-def made(device: str, envs: int = 4, steps: int = 1000, **settings: Any) -> TrajectoryReplayBuffer:
-    known = {"autoreset": "same_step", "gamma": 0.9, "device": device, **settings}
-    return TrajectoryReplayBuffer(envs * steps, envs, FIELDS, **known)
-
-
-def fill(buffer: TrajectoryReplayBuffer, steps: int) -> TrajectoryReplayBuffer:
-    """Steps in which nothing ends."""
-    zero = torch.zeros(buffer.num_envs)
-    for _ in range(steps):
-        buffer.add(obs=zero, action=zero.long(), reward=zero, terminated=zero > 0, truncated=zero > 0)
-    return buffer
+def made(device: str, steps: int, **settings: Any) -> StepPair:
+    return StepPair(4 * steps, 4, autoreset="same_step", device=device, **settings)
 
 
 def test_the_longest_row_fills_the_ring(device: str) -> None:
-    buffer = fill(made(device, steps=20, n_step=3, stack=2, sequences=Sequences(16)), 19)
-    assert sorted(buffer.sample(4).key.tolist()) == [0, 1, 2, 3]
-    assert sorted(fill(buffer, 13).sample(4).key.tolist()) == [13 * 4 + env for env in range(4)]
+    pair = live_through(made(device, 20, n_step=3, stack=2, sequences=Sequences(16)), 19, end=0.0)
+    assert sorted(pair.buffer.sample(4).key.tolist()) == [0, 1, 2, 3]
+    live_through(pair, 13, end=0.0)
+    assert sorted(pair.buffer.sample(4).key.tolist()) == [13 * 4 + env for env in range(4)]
 
 
 def test_what_is_missing_is_said(device: str) -> None:
-    short, strict = made(device, sequences=Sequences(9)), made(device, sequences=Sequences(9, strict=True, stride=7))
-    fill(short, 9)
-    for step in range(40):
-        ended = torch.full((4,), step % 5 == 4)
-        row = {"obs": torch.zeros(4), "action": torch.zeros(4, dtype=torch.int64), "reward": torch.zeros(4)}
-        strict.add(**row, terminated=ended, truncated=ended & False)
-    with pytest.raises(
-        RuntimeError, match=r"sample\(2\): .*Add more first: .* 9 steps of an environment, .*; 9 steps of"
+    short, strict = (made(device, 40, sequences=rows) for rows in (Sequences(9), Sequences(9, strict=True, stride=7)))
+    live_through(short, 9, end=0.0)
+    play(strict, *["....T" * 8] * 4)
+    for pair, words in (
+        (short, r"sample\(2\): .*Add more first: .* 9 steps of an environment, .*; 9 steps of"),
+        (strict, r"needs an episode of 9 steps that begin.* multiple of 7 .*; 40 steps of each"),
     ):
-        short.sample(2)
-    with pytest.raises(
-        RuntimeError, match=r"needs an episode of 9 steps that begin.* multiple of 7 .*; 40 steps of each"
-    ):
-        strict.sample(2)
-    assert fill(short, 1).sample(2).key.max() < 4
+        with pytest.raises(RuntimeError, match=words):
+            pair.buffer.sample(2)
+    assert live_through(short, 1, end=0.0).buffer.sample(2).key.max() < 4
 
 
 # other rows for steps that are stored
@@ -84,20 +68,21 @@ def with_rows(model: StepModel, rows: Sequences | None) -> StepModel:
 ROWS = (None, Sequences(1, stride=2), Sequences(3, strict=True), Sequences(6))
 
 
-@pytest.mark.parametrize("name", ["proportional", "annealed", "rank", "uniform", "latest"])
-@pytest.mark.parametrize("mode", ["next_step", "same_step"])
+@thinned("name, mode", ["proportional", "annealed", "rank", "uniform", "latest"], ["next_step", "same_step"])
 def test_a_loaded_buffer_may_give_other_rows(name: str, mode: str, device: str, tmp_path: Path) -> None:
     draw = random.Random(f"{name} {mode}")
     pairs = [(one, other) for one in ROWS for other in ROWS if one != other]
-    for case, (before, after) in enumerate(draw.sample(pairs, scale(12, 2))):
+    for case, (before, after) in enumerate(draw.sample(pairs, scale(12, 1))):
         settings = {"sampler": SAMPLERS[name], "n_step": 2, "stack": 2, "autoreset": mode, "sequences": before}
-        pair = StepPair(2 * 30, 2, device=device, **settings)
-        for turn in range(draw.randint(1, 9)):
-            live_through(pair, draw.randint(1, 9), turn, end=0.1)
-            keys = pair.model.eligible()[-6:]
-            pair.update(keys, [draw.choice((0.25, 1.0, 8.0)) for _ in keys])
-            if draw.random() < 0.2:
-                draw.choice((pair.clear, pair.begin_episodes))()
+        with loops():
+            pair = StepPair(2 * 30, 2, device=device, **settings)
+            for turn in range(draw.randint(1, 9)):
+                live_through(pair, draw.randint(1, 9), turn, end=0.1)
+                keys = pair.model.eligible()[-6:]
+                pair.update(keys, [draw.choice((0.25, 1.0, 8.0)) for _ in keys])
+                if draw.random() < 0.2:
+                    draw.choice((pair.clear, pair.begin_episodes))()
+            pair.exclude(pair.model.eligible()[-4:-2])
         pair.buffer.save(tmp_path / str(case))
         pair.buffer = TrajectoryReplayBuffer.load(tmp_path / str(case), device, sequences=after)
         pair.model = with_rows(pair.model, after)
@@ -114,8 +99,8 @@ def test_a_loaded_buffer_may_give_other_rows(name: str, mode: str, device: str, 
 
 def test_rows_are_saved_and_another_kind_is_refused_where_states_are_exchanged(device: str, tmp_path: Path) -> None:
     path = tmp_path / "saved"
-    single, rows = made(device, steps=30), made(device, steps=30, sequences=Sequences(3, strict=True, stride=2))
-    fill(rows, 20).save(path)
+    single, rows = (made(device, 30, sequences=each).buffer for each in (None, Sequences(3, strict=True, stride=2)))
+    rows.save(path)
     assert TrajectoryReplayBuffer.load(path, device).sequences == Sequences(3, strict=True, stride=2)
     for buffer, other in ((single, rows), (rows, single)):
         with pytest.raises(ValueError, match="the state is of another buffer: sequences is"):

@@ -13,6 +13,7 @@ from interpreted import kernel_device as kernel_device
 from programs import SAMPLERS
 from refusals import whole_state
 from test_distributions import lived
+from test_own_sampler import OWN
 from transitions import same
 
 from gpu_replay import ShardedReplay
@@ -21,6 +22,7 @@ pytestmark = [
     pytest.mark.contract,
     pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed"),
 ]
+ALL = SAMPLERS | {"own": OWN["recent"]}
 
 
 @pytest.fixture
@@ -32,9 +34,9 @@ def world(device: str) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("world")
-@thinned("name, kind", SAMPLERS, ["rows", "steps"])
+@thinned("name, kind", ALL, ["rows", "steps"])
 def test_a_memory_of_one_rank_is_its_buffer(name: str, kind: str, device: str) -> None:
-    buffer = lived(kind, SAMPLERS[name], device, seed=1)[0].buffer
+    buffer = lived(kind, ALL[name], device, seed=1)[0].buffer
     alone, shard = copy.deepcopy(buffer), ShardedReplay(buffer, timeout=20)
     for rows in (5, 5, 3):
         batch = alone.sample(rows)

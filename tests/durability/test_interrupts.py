@@ -39,16 +39,16 @@ import torch
 from checkpoints import read_seed, saved
 from children import ended, forked, in_a_child, needs_fork
 from devices import host_only
-from freed import collector_off_fixture as collector_off_fixture
 from launches import kernel_class
-from places import ENVS, STEPS, given, make, reached
+from places import ENVS, STEPS, given, make
+from programs import SAMPLERS
 from torch.utils._python_dispatch import TorchDispatchMode
-from transitions import SAMPLERS, same
+from transitions import same
 from trees import check_sums
 from twins import check_batches
 
 import gpu_replay
-from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.checkpoint import files, shards
 from gpu_replay.console import progress
 from gpu_replay.engines import device_trajectory
@@ -68,11 +68,6 @@ PACKAGE = str(Path(gpu_replay.__file__).parent)
 OF_THREADS = {each.__file__ for each in (threading, concurrent.futures._base, concurrent.futures.thread)}
 NOWHERE = sys.maxsize
 KINDS = ("transitions", "next_step", "same_step", "goals")
-MORE: dict[str, Any] = {
-    **SAMPLERS,
-    "stored": Proportional(initial="stored"),
-    "combined-rank": Combined(RankBased(normalize="buffer", initial="stored")),
-}
 REFUSES = r"interrupted.* Call clear\(\), or load a state"
 Call = Callable[..., Any]
 
@@ -86,7 +81,7 @@ class Interruption(BaseException):
 
 def new(kind: str, name: str, **more: Any) -> Any:
     finals = {"final_capacity": 2} if kind == "same_step" else {}
-    return make(kind, sampler=MORE[name], capacity=9 * ENVS if kind in STEPS else 5, **finals, **more)
+    return make(kind, sampler=SAMPLERS[name], capacity=9 * ENVS if kind in STEPS else 5, **finals, **more)
 
 
 def used(kind: str, name: str, adds: int = 12) -> Any:
@@ -168,7 +163,7 @@ def check_loaded_or_empty(buffer: Any, *states: dict[str, torch.Tensor], or_empt
     assert buffer.sample(2).key.min() >= buffer.added - len(buffer)
 
 
-def chosen(*quick: tuple[str, str], names: Any = MORE) -> pytest.MarkDecorator:
+def chosen(*quick: tuple[str, str], names: Any = SAMPLERS) -> pytest.MarkDecorator:
     """Kinds and samplers; all but a few are slow."""
     pairs = [(kind, name) for kind in KINDS for name in names]
     return pytest.mark.parametrize(
@@ -271,66 +266,6 @@ def check_every_place(kind: str, name: str, adds: int, call: Call, every: int) -
     assert not unlike(buffer, memory(untouched))
 
 
-def test_an_exception_at_any_instruction_of_a_sample_with_goals_leaves_the_buffer_open() -> None:
-    buffer = make("goals")
-    for _ in range(24):
-        buffer.add(**given(buffer))
-    buffer.sample(4)
-    # of the class and its bases, and of what keeps contexts
-    files = {sys.modules[each.__module__].__file__ for each in (contextmanager, *TrajectoryReplayBuffer.__mro__[:3])}
-
-    def stopped(at: int) -> int:
-        """Sample, and raise at one of the instructions of these files; returns how many came."""
-        count = 0
-
-        def each(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal count
-            frame.f_trace_opcodes = True
-            if frame.f_code.co_filename not in files:
-                return None
-            count += event == "opcode"
-            if count == at:
-                raise Interruption
-            return each
-
-        before = sys.gettrace()
-        sys.settrace(each)
-        try:
-            buffer.sample(4)
-        finally:
-            sys.settrace(before)
-        return count
-
-    total = stopped(NOWHERE)
-    assert total > 100
-    for at in range(1, total + 1):
-        with pytest.raises(Interruption):
-            stopped(at)
-        buffer.add(**given(buffer))
-
-
-@pytest.mark.contract
-def test_a_reward_function_that_fails_moves_nothing() -> None:
-    """A sample whose `reward_fn` raises leaves draws and counts where they were."""
-    asked: list[int] = []
-
-    def fails(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
-        if asked:
-            raise ArithmeticError(asked.pop())
-        return reached(achieved, desired)
-
-    both = [make("goals", relabel=gpu_replay.Hindsight(reward_fn=function, ratio=0.5)) for function in (fails, reached)]
-    for buffer in both:
-        for _ in range(24):
-            buffer.add(**given(buffer))
-        buffer.sample(12)
-    asked.append(1)
-    with pytest.raises(ArithmeticError):
-        both[0].sample(12)
-    same(both[0].sample(12), both[1].sample(12))
-    assert repr(both[0].stats()) == repr(both[1].stats())
-
-
 class TestHost:
     pytestmark = on_the_host
 
@@ -344,7 +279,7 @@ class TestHost:
                 check_every_place(kind, name, adds, call, (3 if each == "extend" else 1) if full else every)
 
     @needs_fork
-    @pytest.mark.parametrize("name", ["sample", "stacks", "add and save", "load"])
+    @pytest.mark.parametrize("name", ["sample", "stacks", "sample with goals", "add and save", "load"])
     def test_an_interrupt_anywhere_leaves_no_lock_held(self, name: str, full: bool, tmp_path: Path) -> None:
         every = 1 if full else 11 if name.startswith("s") else 97
 
@@ -457,7 +392,7 @@ def check_numbered(batch: Any) -> None:
 
 @contextmanager
 def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
-    """Calls that move 1 MB, with two threads of torch, and checkpoints of many shards, with bars that nobody sees."""
+    """Calls that move 1 MB with two threads of torch, a sample with goals, and checkpoints whose bars nobody sees."""
     rows = ReplayBuffer(300, NUMBERED, sampler=Proportional(), device="cpu")
     fields = {**NUMBERED, "action": Field((), torch.int64)}
     steps = TrajectoryReplayBuffer(300, 1, fields, stack=2, autoreset="next_step", device="cpu")
@@ -465,6 +400,14 @@ def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
     many = {name: value[:, None] for name, value in numbered(steps, 200).items()}
     no, path = torch.zeros(200, 1, dtype=torch.bool), folder / "checkpoint"
     steps.extend(**many, action=many["n"], reward=many["n"].float(), terminated=no, truncated=no)
+
+    goals = make("goals")
+    for _ in range(24):
+        goals.add(**given(goals))
+
+    def with_goals() -> None:
+        goals.sample(4)
+        goals.add(**given(goals))
 
     def add_and_save() -> None:
         rows.add(**numbered(rows, 5))
@@ -486,6 +429,7 @@ def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
             yield {
                 "sample": lambda: check_numbered(rows.sample(260)),
                 "stacks": lambda: check_numbered(steps.sample(64)),
+                "sample with goals": with_goals,
                 "add and save": add_and_save,
                 "load": load,
             }

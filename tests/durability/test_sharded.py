@@ -28,7 +28,6 @@ from programs import SAMPLERS, numbers
 from ranks import Gone, Raised, Ranks, ranks_of
 from refusals import whole_state
 from test_own_sampler import Geometric
-from test_own_sampler import alone as alone
 from tolerances import close
 
 from gpu_replay import (
@@ -59,6 +58,14 @@ Rounds = list[list[dict[str, Any]]]
 def ranks() -> Iterator[Ranks]:
     with ranks_of(3) as found:
         yield found
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process is the only rank of a process group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 # what ranks do
@@ -151,11 +158,7 @@ class Whole:
         drawn = [part.draw(BATCH) for part in self.parts]
         for part in self.parts:
             part.running = max(known, default=None)
-        newest = [
-            BATCH if not hasattr(self.base, "beta") and part.sampler.newest_of(1) == 1 else part.newest
-            for part in self.parts
-        ]
-        chance = BATCH - (self.parts[0].sampler.newest_of(BATCH) if newest else 0)
+        chance = BATCH - self.parts[0].sampler.newest_of(BATCH)
         seen = [of[key] for of, rows in zip(weights, drawn, strict=True) for key in rows.keys[:chance]]
         if getattr(self.base, "normalize", "batch") == "buffer":
             seen = [weight for of in weights for weight in of.values()]
@@ -248,11 +251,11 @@ def test_rows_are_each_buffers_and_weights_those_of_the_whole(
 # against one real buffer that holds the rows of all ranks
 
 
-def trajectory(ranks: int, rank: int | None, sampler: Any, stack: int = 2) -> TrajectoryReplayBuffer:
+def trajectory(ranks: int, rank: int | None, sampler: Any) -> TrajectoryReplayBuffer:
     """Two environments of this rank, or of all ranks; episodes end now and then."""
     envs = [rank] if rank is not None else list(range(ranks))
     fields = {"obs": Field((1,), torch.float32), "action": Field((), torch.int64), "number": Field((), torch.int64)}
-    settings = {"n_step": 3, "gamma": 0.9, "stack": stack, "sampler": sampler, "seed": len(envs) + envs[0]}
+    settings = {"n_step": 3, "gamma": 0.9, "stack": 2, "sampler": sampler, "seed": len(envs) + envs[0]}
     buffer = TrajectoryReplayBuffer(2 * len(envs) * 16, 2 * len(envs), fields, device="cpu", **settings)
     own = torch.tensor([2 * each + env for each in envs for env in (0, 1)])
     for step in range(23):
@@ -435,7 +438,7 @@ def test_a_call_that_one_rank_gets_wrong_is_raised_by_all(ranks: Ranks, tmp_path
     check_one_sided(ranks.run(2, one_sided, str(tmp_path / "c"), full))
 
 
-def refusals(group: Any, kind: str = "rows") -> tuple[list[tuple[str, str]], list[bool]]:
+def refusals(group: Any) -> tuple[list[tuple[str, str]], list[bool]]:
     """What is raised where ranks disagree, or hold too little, and whether each left this rank's buffer as it was."""
     sampler = Proportional(beta=LinearSchedule(0.0, 1.0, 5))
     found = [outcome(lambda: made(group, seed=0))]

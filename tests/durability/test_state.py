@@ -20,14 +20,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import edit, pieces_of, spoiled
-from devices import device_fixture as device_fixture
-from devices import scale
-from golden import MADE
+from devices import loops, scale
 from pairs import FIELDS as SCRIPTED
 from pairs import StepPair, live_through, numbered
-from places import FIELDS, STEPS, check_equal, given, live, make
+from places import FIELDS, STEPS, check_equal, given, live, make, used
 from refusals import whole_state
-from transitions import ANNEALED, EXACT, NUMBER, fill, leaves
+from transitions import ANNEALED, EXACT, fill, leaves
 from transitions import make as make_numbered
 
 from gpu_replay import (
@@ -52,15 +50,6 @@ EVERY_SETTING = Combined(Proportional(0.3, LinearSchedule(0.2, 0.9, 7), 0.01, 5.
 REFUSED = (ValueError, KeyError, TypeError, RuntimeError)
 
 
-def used(kind: str, rounds: int, **settings: Any) -> Any:
-    """A buffer that was used for so many rounds, and stopped in the middle of episodes and windows."""
-    buffer = make(kind, **settings)
-    list(live(buffer, rounds))
-    for _ in range(rounds % 4):
-        buffer.add(**given(buffer))
-    return buffer
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["transitions", *STEPS])
 @pytest.mark.parametrize("sampler", [Uniform(), EVERY_SETTING, ANNEALED], ids=repr)
@@ -82,25 +71,8 @@ def test_state_is_a_copy_and_loading_it_again_repeats_everything(device: str) ->
         check_equal(found, expected)
 
 
-# settings that a checkpoint keeps
-
-
-@pytest.mark.parametrize("kind", ["transitions", "same_step", "nested"])
-def test_a_buffer_from_disk_keeps_every_setting(kind: str, device: str, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    settings: dict[str, Any] = {"sampler": EVERY_SETTING, "device": device, "seed": 2**63 + 5}
-    buffer = MADE["proportional"]() if kind == "nested" else used(kind, scale(3, 1), **settings)
-    buffer.save(tmp_path / "checkpoint")
-    loaded = type(buffer).load(tmp_path / "checkpoint", device=buffer.device)
-    assert (dict(loaded.fields), repr(loaded)) == (dict(buffer.fields), repr(buffer))
-    assert (loaded.sampler, loaded.seed, loaded.capacity) == (buffer.sampler, 2**63 + 5, buffer.capacity)
-    assert loaded.state_dict()["settings"] == buffer.state_dict()["settings"]
-    assert type(buffer).load(tmp_path / "checkpoint").device == ReplayBuffer(1, NUMBER).device
-
-
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_load_after_which_environments_were_reset_begins_episodes(begins: bool, device: str, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
     pair = StepPair(40, 2, stack=2, n_step=3, device=device)
     for number in range(12):
         if number == 6:
@@ -143,7 +115,6 @@ def test_state_of_a_buffer_with_other_settings_is_refused(name: str, device: str
 
 
 def test_the_two_buffers_are_not_mistaken_for_each_other(device: str, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
     both = [make(kind, device=device, sampler=Uniform()) for kind in ("exact", "same_step")]
     for one, other in (both, both[::-1]):
         with pytest.raises((ValueError, KeyError), match=r"kind|ReplayBuffer"):
@@ -172,7 +143,9 @@ def ring(sampler: Any) -> ReplayBuffer:
 def steps(sampler: Any, **others: Any) -> TrajectoryReplayBuffer:
     """A ring of 11 steps of 3 environments with final observations."""
     settings: dict[str, Any] = {"stack": 3, "n_step": 2, "autoreset": "same_step", "sampler": sampler, "device": "cpu"}
-    pair = live_through(StepPair(33, 3, fields=SCRIPTED, **settings | others), 50, seed=1)
+    with loops():
+        pair = live_through(StepPair(33, 3, fields=SCRIPTED, **settings | others), 50, seed=1)
+    pair.renew("state")
     for _ in range(2):
         pair.update(pair.sample(3), [0.5, 1.5, 3.0])
     return pair.buffer
@@ -309,12 +282,13 @@ def test_a_state_that_lies_is_loaded_and_every_call_stays_in_the_memory_of_the_b
     state = buffer.state_dict()
     edit(state)
     buffer.load_state_dict(state)
-    for _ in range(40):
+    # the ring goes round
+    for _ in range(scale(40, 12)):
         with contextlib.suppress(RuntimeError):
             keys = buffer.sample(5).key
             assert ((keys >= 0) & (keys < buffer.added)).all()
             buffer.update_priorities(keys, torch.arange(5.0))
-        assert sum(len(batch.key) for batch in buffer.batches(7)) == len(buffer)
+        assert sum(len(batch.key) for batch in buffer.batches(scale(7, 40))) == len(buffer)
         buffer.add(**given(buffer, 3))
 
 
@@ -327,7 +301,7 @@ def test_an_edited_manifest_is_refused_or_that_of_a_buffer(kind: str, tmp_path: 
     whole = (path / "manifest.json").read_bytes()
     ways = list(spoiled(json.loads(whole)["body"]))
     loaded = []
-    for way, changed in ways if full else random.Random(0).sample(ways, 120):
+    for way, changed in ways if full else random.Random(0).sample(ways, scale(120, 40)):
         if not isinstance(changed, dict) or "relabel" in way:
             continue
         (path / "manifest.json").write_bytes(whole)

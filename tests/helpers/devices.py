@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
@@ -33,6 +34,17 @@ def device_fixture(request: pytest.FixtureRequest) -> str:
 def on_device(buffer: Any) -> bool:
     """Whether the buffer's calls are kernels, so that it does not look at values."""
     return buffer.device.type != "cpu" or os.environ.get("GPU_REPLAY_BACKEND") == "triton"
+
+
+@contextmanager
+def loops() -> Iterator[None]:
+    """Within it new buffers on a CPU run the loops, so that what a test begins with is there at once; a state or a
+    checkpoint of them goes on in kernels.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if INTERPRETED:
+            patch.setenv("GPU_REPLAY_BACKEND", "host")
+        yield
 
 
 def scale(host: Amount, interpreted: Amount) -> Amount:

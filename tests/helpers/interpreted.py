@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,18 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 kernel_device = pytest.fixture(
     params=[*(["cpu"] if INTERPRETED else []), pytest.param("cuda", marks=pytest.mark.gpu)], name="device"
 )(lambda request: request.param)
+
+
+def patch_language_once() -> None:
+    """Give Triton's language its interpreted form for the rest of this process.
+
+    The interpreter does so anew at each launch and at each call of a function within a kernel, for a third of its time.
+    """
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": interpreter.tl, "core": interpreter.tl.core}))
+    # a launch undoes in the end what it gets here
+    interpreter._patch_lang = lambda function: SimpleNamespace(restore=lambda: None)
 
 
 def run_apart(*arguments: str, before: Sequence[str] = (), **environment: str) -> int:

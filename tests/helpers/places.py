@@ -84,6 +84,15 @@ def live(buffer: Any, rounds: int) -> Iterator[Any]:
     yield from buffer.batches(13)
 
 
+def used(kind: str, rounds: int, **settings: Any) -> Any:
+    """A buffer that was used for so many rounds, and stopped in the middle of episodes and windows."""
+    buffer = make(kind, **settings)
+    list(live(buffer, rounds))
+    for _ in range(rounds % 4):
+        buffer.add(**given(buffer))
+    return buffer
+
+
 def check_equal(found: Any, expected: Any) -> None:
     if isinstance(expected, Tensor):
         assert torch.equal(found.cpu(), expected.cpu())

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a process group, on gloo where nothing else is asked for, kept for a module."""
+"""Processes that are the ranks of a process group on gloo, kept for a module."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Gone(NamedTuple):
     code: int | None
 
 
-def serve(rank: int, size: int, store: str, backend: str, connection: Connection) -> None:
+def serve(rank: int, size: int, store: str, connection: Connection) -> None:
     """One rank: answer calls until there are none."""
     torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while True:
         try:
             work, ranks, arguments = connection.recv()
@@ -77,13 +77,13 @@ def command(folder: str, *arguments: str) -> None:
 class Ranks:
     """The processes."""
 
-    def __init__(self, size: int, store: Path, backend: str) -> None:
+    def __init__(self, size: int, store: Path) -> None:
         context = forkserver()
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, size, str(store), backend, theirs), daemon=True)
+            process = context.Process(target=serve, args=(rank, size, str(store), theirs), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -122,10 +122,10 @@ class Ranks:
 
 
 @contextmanager
-def ranks_of(size: int, backend: str = "gloo") -> Iterator[Ranks]:
+def ranks_of(size: int) -> Iterator[Ranks]:
     """So many ranks; the processes end with the block."""
     with tempfile.TemporaryDirectory() as folder:
-        found = Ranks(size, Path(folder) / "store", backend)
+        found = Ranks(size, Path(folder) / "store")
         try:
             yield found
         finally:

@@ -178,8 +178,9 @@ KEYS: list[tuple[Any, Any, str]] = [
     *alike(TypeError, "(?i:key)", "01", True, 1.0, [0.5]),
     *alike(TypeError, "keys must be integers of 64 bits.*list.*found", 2**63, slice(0, 3), [2**70]),
 ]
-PRIORITIES_OF = [(keys, (error, RuntimeError), f"{words}|no priorities") for keys, error, words in KEYS]
-PRIORITIES_OF += [(-1, (KeyError, RuntimeError), "key -1 is not live|no priorities")]
+# where the buffer may have neither priorities nor a tree
+OF_SOME = [(keys, (error, RuntimeError), f"{words}|no priorities|keeps no tree") for keys, error, words in KEYS]
+NOT_LIVE = [(-1, (KeyError, RuntimeError), "key -1 is not live|no priorities")]
 PRIORITIES: list[tuple[Any, Any, str]] = [
     *alike(ValueError, "(?i:priorit)", ONES[:1], torch.ones(3), ONES[None], torch.ones(())),
     (torch.ones(2, 5), ValueError, r"(?i:priorit).*reduce over time.*amax\(1\)"),
@@ -207,13 +208,10 @@ def nothing_of(given: dict[str, Any]) -> dict[str, Any]:
     return {name: [] for name in given}
 
 
-def two_of(given: dict[str, Any], rows: int, actions: int) -> dict[str, Any]:
-    """So many rows of the first field, and of actions."""
+def written(given: dict[str, Any], actions: int) -> dict[str, Any]:
+    """One row of the first field, and so many actions."""
     name = next(iter(given))
-    return {
-        name: given[name][:1].repeat_interleave(rows, 0),
-        "action": given["action"][:1].repeat_interleave(actions, 0),
-    }
+    return {name: given[name][:1], "action": given["action"][:1].repeat_interleave(actions, 0)}
 
 
 def kinds_of(argument: str) -> tuple[str, ...]:
@@ -234,7 +232,8 @@ CALLS: list[tuple[tuple[str, ...], Call, Any, str]] = [
     (ANY, lambda b, _: b.sample(2, beta="0.5"), TypeError, "beta"),
     *calls(ANY, lambda b, keys: b.update_priorities(keys, ONES), KEYS),
     *calls(ANY, lambda b, keys: b[keys], KEYS),
-    *calls(ANY, lambda b, keys: b.priorities(keys), PRIORITIES_OF),
+    *calls(ANY, lambda b, keys: b.priorities(keys), [*OF_SOME, *NOT_LIVE]),
+    *calls(ANY, lambda b, keys: b.exclude(keys), OF_SOME),
     *calls(ANY, lambda b, priorities: b.update_priorities(TWO, priorities), PRIORITIES),
     *calls(ANY, lambda b, kind: b[NOT_DENSE[kind](ONES)], alike(TypeError, "keys.*found", "coo", "quantized")),
     (STEPS, lambda b, given: b.add(**nothing_of(given)), ValueError, r"one step of each.*found \[0\]"),
@@ -242,9 +241,9 @@ CALLS: list[tuple[tuple[str, ...], Call, Any, str]] = [
     (ANY, lambda b, _: b.write([0], other=[1.0]), KeyError, "unknown 'other'; it takes .*action"),
     (ANY, lambda b, _: b.write([0]), ValueError, "names no field"),
     *calls(STEPS, lambda b, name: b.write([0], **{name: [0.0]}), alike(KeyError, "unknown '.*it takes", *RESULTS)),
-    (ANY, lambda b, given: b.write([0, 1], **two_of(given, 1, 1)), ValueError, "a row for each of 2 keys; found 1"),
-    (ANY, lambda b, given: b.write([0, 1], **two_of(given, 1, 2)), ValueError, "rows where the others"),
-    (ANY, lambda b, given: b.write([0.0], **two_of(given, 1, 1)), TypeError, "keys must be integers"),
+    (ANY, lambda b, given: b.write([0, 1], **written(given, 1)), ValueError, "a row for each of 2 keys; found 1"),
+    (ANY, lambda b, given: b.write([0, 1], **written(given, 2)), ValueError, "rows where the others"),
+    (ANY, lambda b, given: b.write([0.0], **written(given, 1)), TypeError, "keys must be integers"),
     (ANY, lambda b, given: b.write([0], action=given["action"][:1, None, None]), ValueError, "action"),
     (ANY, lambda b, given: b.write([0], action=given["action"][:1].cfloat()), LOSSY, "action"),
     (ANY, lambda b, _: b.sample_sequences(2, 3), TypeError, r"sequences=Sequences\("),

@@ -14,7 +14,7 @@ from devices import INTERPRETED
 from model import UNIT
 from torch import Tensor
 
-from gpu_replay import Batch, Combined, Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, Uniform
+from gpu_replay import Batch, Field, LinearSchedule, Proportional, ReplayBuffer, Uniform
 
 FIELDS = {
     "obs": Field((2, 3), torch.float32),
@@ -26,16 +26,6 @@ FIELDS = {
 # what `make` stores: every field costs the interpreter as much again
 STORED = {name: FIELDS[name] for name in ("obs", "action")} if INTERPRETED else FIELDS
 NUMBER = {"number": Field((), torch.int64)}
-SAMPLERS: dict[str, Uniform | Proportional | RankBased | Latest | Combined] = {
-    "uniform": Uniform(),
-    "replacement": Uniform(replacement=True),
-    "proportional": Proportional(),
-    "independent": Proportional(stratified=False),
-    "latest": Latest(),
-    "combined-uniform": Combined(Uniform()),
-    "combined-proportional": Combined(Proportional(), newest=2),
-    "rank": RankBased(),
-}
 ANNEALED = Proportional(alpha=0.7, beta=LinearSchedule(0.1, 1.0, steps=40), normalize="buffer")
 EXACT = Proportional(alpha=1.0, beta=1.0, eps=0.0)  # the mass is the priority times 2^20, nothing else
 
@@ -88,10 +78,10 @@ def fill(buffer: ReplayBuffer, count: int, priority: Sequence[float] | None = No
     return buffer.add(**handed_in(fields | ({} if given is None else {"priority": given}), first))
 
 
-def with_masses(masses: Sequence[int], settings: Proportional = EXACT, *, device: str, seed: int = 0) -> ReplayBuffer:
+def with_masses(masses: Sequence[int], *, device: str, seed: int = 0) -> ReplayBuffer:
     """A full buffer of numbers with exactly these masses in slot order."""
     capacity = len(masses)
-    buffer = ReplayBuffer(capacity, NUMBER, sampler=settings, device=device, seed=seed)
+    buffer = ReplayBuffer(capacity, NUMBER, sampler=EXACT, device=device, seed=seed)
     given = torch.tensor(masses, dtype=torch.float64) / UNIT
     buffer.add(number=torch.arange(capacity, device=device), priority=given.to(device))
     assert buffer.masses().tolist() == list(masses)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from devices import host_only
-from transitions import SAMPLERS
+from programs import SAMPLERS
 
 from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.checkpoint import format as checkpoint_format
