@@ -19,6 +19,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # before Triton is imported: without a GPU it interprets the kernels that tests launch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from interpreted import interpret_quickly
+
+    interpret_quickly()
 
 LEFT_OUT = {
     "gpu": "{} tests need a GPU and were deselected: no kernel runs on one here.",

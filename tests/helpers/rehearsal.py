@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from interpreted import interpret_quickly
 from launches import Launch, choose_sizes
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -401,6 +402,7 @@ def pretend() -> None:
     from triton.runtime.interpreter import InterpretedFunction
 
     knobs.runtime.interpret = True
+    interpret_quickly()
     # tests take the variable for a sign that there is no GPU
     del os.environ["TRITON_INTERPRET"]
 

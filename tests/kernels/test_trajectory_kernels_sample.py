@@ -216,13 +216,14 @@ def test_sequences_of_steps_that_kernels_add(
         sampler = Proportional(alpha=1.0, eps=0.0)
         streams = Streams(device, SMALL, (5, ring, 0), 0.24, sampler=sampler, **settings)
         generator = np.random.default_rng(len(case))
-        for step in range(3 * ring):
+        for step in range(9 * ring // 4):
             given = streams.step(step)
             if step % 4 == 1:
                 given["priority"] = torch.from_numpy(2.0 ** generator.integers(-6, 9, 5))
             if step % 5 == 2:
                 streams.call("begin_episodes", torch.from_numpy(generator.random(5) < 0.5))
-            if step == 2 * ring:
+            # the ring has gone round by then
+            if step == 5 * ring // 4:
                 streams.call("clear")
             streams.insert(**given)
             streams.check()
