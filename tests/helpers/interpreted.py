@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 kernel_device = pytest.fixture(
@@ -46,7 +47,13 @@ def interpret_quickly() -> None:
 def run_apart(*arguments: str, before: Sequence[str] = (), **environment: str) -> int:
     """Run tests in a process of their own, by pytest alone or by a module that runs it; how many passed."""
     command = [sys.executable, "-m", *before, "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, env={**os.environ, **environment}, cwd=root, capture_output=True, text=True)
+    done = subprocess.run(command, env={**os.environ, **environment}, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     return int(re.findall(r"(\d+) passed", done.stdout)[0])
+
+
+def run_rehearsed(tests: str, chosen: str) -> int:
+    """Run tests of a GPU without one; how many passed."""
+    folders = ("", "tests/helpers", "tests/contract", "tests/programs")
+    places = [*(str(ROOT / folder) for folder in folders), os.environ.get("PYTHONPATH", "")]
+    return run_apart(tests, "-k", chosen, before=["rehearsal"], PYTHONPATH=os.pathsep.join(places))
