@@ -223,16 +223,6 @@ def test_a_run_that_cannot_be_made_says_why_and_a_mistake_has_a_traceback(monkey
         main(["bench", "cpu"])
 
 
-@pytest.mark.gpu
-def test_bench_gpu_measures_and_records(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.jsonl"
-    assert commands.main(["gpu", "--quick", "--output", str(file)]) == 0
-    records = read(file)
-    assert {r.operation for r in records} == {"add", "sample", "update", "cycle", "frames", "frame-add", "frame-cycle"}
-    assert {r.timing for r in records} == {"events", "graph"}
-    assert all(r.environment.device == torch.cuda.get_device_name() for r in records)
-
-
 # suites with work of their own: storage layouts, checkpoints, the cost of calls as they grow, beside plain C
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

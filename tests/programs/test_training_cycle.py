@@ -9,10 +9,9 @@ from unittest import mock
 import pytest
 import torch
 from gpu_twins import amount
-from host_games import sums_trainer
 from interpreted import run_rehearsed
 from torch import Tensor
-from training_runs import CPU, make_trainer
+from training_runs import CPU, make_trainer, sums_trainer
 
 from gpu_replay.training.checkpoints import flatten
 from gpu_replay.training.train import Trainer
