@@ -157,7 +157,7 @@ class Round:
 
     def tests(self, seconds: float) -> Iterator[Step]:
         """Tests marked gpu that only a GPU can show."""
-        some = ["tests/kernels/test_gpu_smoke.py", "-k", "everything and transitions"]
+        some = ["tests/kernels/test_gpu.py", "-k", "test_every_call_once and everything and transitions"]
         yield self._pytest("gpu-tests", seconds, *(some if self._small else ["tests/kernels", "-k", GPU_ONLY]))
 
     def all_tests(self, seconds: float) -> Iterator[Step]:
@@ -174,7 +174,7 @@ class Round:
             before = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"]
             before += [tool, "--tool", "memcheck", "--error-exitcode", "9"] if tool else []
             chosen = f"test_every_call_once and {'transitions-' * self._small}everything"
-            where = ["tests/kernels/test_gpu_smoke.py", "-k", chosen]
+            where = ["tests/kernels/test_gpu.py", "-k", chosen]
             yield self._pytest("memcheck", seconds, *where, before=before, workers=1)
 
 
