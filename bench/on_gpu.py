@@ -163,7 +163,7 @@ class Round:
     def all_tests(self, seconds: float) -> Iterator[Step]:
         """Those tests, then all the others that are marked."""
         yield from self.tests(0.4 * seconds)
-        rest = ["tests/programs/test_bench_timing.py"] if self._small else ["tests", "-k", f"not {GPU_ONLY}"]
+        rest = ["tests/programs/test_bench.py"] if self._small else ["tests", "-k", f"not {GPU_ONLY}"]
         yield self._pytest("tests", 0.6 * seconds, *rest)
 
     def memcheck(self, seconds: float) -> Iterator[Step]:
