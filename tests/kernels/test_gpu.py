@@ -203,7 +203,7 @@ def test_captured_steps_are_those_of_the_host_and_wait_for_nothing(kind: str, na
     for time in range(times := amount(100, 6)):
         found, expected = step(), host.sample(batch_size)
         host.add(**both.given(host.added, "cpu"))
-        both.update_drawn(expected.key)
+        host.update_priorities(expected.key, powers(expected.key))
         check_batches(found, expected)
         if time == amount(60, 4):
             gpu.load_state_dict(host.state_dict())

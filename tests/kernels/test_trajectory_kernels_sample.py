@@ -120,11 +120,6 @@ def test_windows_and_stacks(mode: str, shape: str, device: str) -> None:
 LARGE = ("84 x 84", "42 x 42", "to half", "to bfloat16")
 
 
-def compare_observations(name: str, mode: str, rows: Sequences | None, device: str) -> None:
-    fields, settings = {"obs": FIELDS[name], **ACTION}, MODES[mode]
-    Streams(device, fields, (2, 9, 24), 0.3, stack=3, n_step=2, sequences=rows, **settings).compare()
-
-
 @thinned(
     "name, mode, rows",
     [name for name in FIELDS if name not in LARGE],
@@ -132,7 +127,8 @@ def compare_observations(name: str, mode: str, rows: Sequences | None, device: s
     [None, Sequences(3)],
 )
 def test_observations(name: str, mode: str, rows: Sequences | None, device: str) -> None:
-    compare_observations(name, mode, rows, device)
+    fields, settings = {"obs": FIELDS[name], **ACTION}, MODES[mode]
+    Streams(device, fields, (2, 9, 24), 0.3, stack=3, n_step=2, sequences=rows, **settings).compare()
 
 
 @pytest.mark.slow
@@ -143,7 +139,7 @@ def test_observations_of_all_sizes(name: str, on_gpu: bool, device: str, monkeyp
         use_sizes_of_a_gpu(monkeypatch)
     for mode in ("next_step", "same_step, zeros"):
         for rows in (None, Sequences(3)):
-            compare_observations(name, mode, rows, device)
+            test_observations(name, mode, rows, device)
 
 
 def test_pieces_that_a_program_moves_one_after_the_other(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
