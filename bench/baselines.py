@@ -81,12 +81,9 @@ def running_sums(work: Work, build: str, *names: str) -> dict[str, Maker]:
     work:  makes one from an index: `draws`, `updates` or `draw_updates` of kernel_checks.
     build: in which call all is summed up anew, for the names with a "cumsum"; those with "float32" sum in that.
     """
-
-    def made(name: str) -> Maker:
-        dtype = torch.float32 if "float32" in name else torch.float64
-        return partial(work, make=partial(CumulativeSums, dtype=dtype, build=build if "cumsum" in name else ""))
-
-    return {name: made(name) for name in names}
+    dtypes = {name: torch.float32 if "float32" in name else torch.float64 for name in names}
+    made = {name: partial(CumulativeSums, dtype=dtypes[name], build=build * ("cumsum" in name)) for name in names}
+    return {name: partial(work, make=make) for name, make in made.items()}
 
 
 def cumsum_of_integers(inputs: Inputs) -> Implementation:

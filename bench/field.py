@@ -142,14 +142,6 @@ def ours(envs: int, steps: int, n: int, device: torch.device, dtype: torch.dtype
     return made(envs, n, device, add, sample), buffer.nbytes
 
 
-def looped(envs: int, steps: int, n: int, device: torch.device) -> Made:
-    """`ours`, of which a sample is what a step of examples/fast_td3.py asks for: eight batches, and four."""
-    subject, held = ours(envs, steps, n, device)
-    sample = subject.sample
-    subject.sample = lambda batch: (sample(8 * batch), sample(4 * batch))[1]
-    return subject, held
-
-
 def rule_of_fasttd3(envs: int, steps: int, n: int, device: torch.device) -> Made:
     ring = RuleOfFastTD3(envs, steps, n, device)
 
@@ -212,8 +204,7 @@ def parts(quick: bool, device: torch.device) -> list[Part]:
 
     def measured(run: Run, cases: Sequence[Case], progress: Progress, n: int, makers: Any) -> Iterator[Record]:
         keep_memory()
-        own = {name: make for name, make in makers.items() if run.way != "graph" or name.startswith(OURS)}
-        of = {name: partial(lambda make, _: make(envs, steps, n, device)[0], make) for name, make in own.items()}
+        of = {name: partial(lambda make, _: make(envs, steps, n, device)[0], make) for name, make in makers.items()}
         return run.records(cases, progress, of)
 
     def held(run: Run, cases: Sequence[Case], progress: Progress, makers: Any) -> Iterator[Record]:
@@ -233,5 +224,12 @@ def parts(quick: bool, device: torch.device) -> list[Part]:
 def loop_part(quick: bool, device: torch.device) -> Part:
     """What the loop of examples/fast_td3.py asks of this package's buffer in a step, with a humanoid's fields."""
     envs, steps, batches = QUICK if quick else (SIZES[0], 1024, SIZES[2])
-    makers = {OURS: lambda capacity: looped(envs, steps, 3, device)[0]}
-    return [Case("field/loop", envs * steps, batches[-1], envs)], partial(Run.records, makers=makers)
+
+    def looped(capacity: int) -> Subject:
+        subject, _ = ours(envs, steps, 3, device)
+        sample = subject.sample
+        # eight batches, and four
+        subject.sample = lambda batch: (sample(8 * batch), sample(4 * batch))[1]
+        return subject
+
+    return [Case("field/loop", envs * steps, batches[-1], envs)], partial(Run.records, makers={OURS: looped})

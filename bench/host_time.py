@@ -35,20 +35,6 @@ def cases(quick: bool) -> list[Case]:
     return [Case("host", 1_000, 8, ADDED) if quick else Case("host", 100_000, 256, ADDED)]
 
 
-def torch_calls(device: torch.device) -> dict[str, Call]:
-    """Single calls of torch, by name."""
-    one = torch.zeros(1, device=device)
-    found: dict[str, Call] = {
-        UNIT: lambda: one.add_(1),
-        "torch.empty": lambda: torch.empty(256, dtype=torch.int64, device=device),
-    }
-    if device.type == "cuda":
-        event, stream = torch.cuda.Event(), torch.cuda.current_stream(device)
-        found["Event.record"] = lambda: event.record(stream)
-        found["current_stream"] = lambda: torch.cuda.current_stream(device)
-    return found
-
-
 def buffer_calls(case: Case, device: torch.device) -> dict[str, Call]:
     """Calls of a buffer of transitions and of one of trajectories, by name."""
     flat = replay_buffer(case.capacity, device)
@@ -85,7 +71,8 @@ def records(run: Run, cases: Sequence[Case], progress: Progress) -> Iterator[Rec
     on_gpu = run.device.type == "cuda"
 
     def measured(case: Case) -> Iterator[Record]:
-        direct = {**torch_calls(run.device), **buffer_calls(case, run.device)}
+        one = torch.zeros(1, device=run.device)
+        direct = {UNIT: lambda: one.add_(1), **buffer_calls(case, run.device)}
         plain = buffer_calls(case, run.device) if on_gpu else {}
         ways = [(name, call, True) for name, call in direct.items()]
         ways += [(f"{name}, Triton's launcher", call, False) for name, call in plain.items()]

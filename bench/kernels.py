@@ -93,8 +93,8 @@ def inputs(case: Case, device: torch.device) -> Inputs:
 
 def _bound(run: Run, case: Case, progress: Progress) -> dict[str, Bound]:
     """The calls of all implementations whose answers are right."""
-    given, bound, able = inputs(case, run.device), {}, makers(case)
-    for name, make in able.items():
+    given, bound = inputs(case, run.device), {}
+    for name, make in makers(case).items():
         work = make(given)
         if wrong := work.faults():
             reason = f"{name} is not measured in {case.name}: {'; '.join(wrong)}."
@@ -103,6 +103,4 @@ def _bound(run: Run, case: Case, progress: Progress) -> dict[str, Bound]:
             progress.say(reason)
         else:
             bound[name] = (work.call, work.prepare)
-    if out := [name for name in case.kind.baselines if name not in able]:
-        progress.say(f"{case.name}: no {' or '.join(out)}, which end at {FLOAT32_SLOTS:,} slots.")
     return bound

@@ -115,7 +115,6 @@ def _parser() -> argparse.ArgumentParser:
     add = command("contact", "try each feature that a GPU may break, in a process of its own", _contact)
     add("--output", type=pathname, metavar="FILE", help="JSON lines, replaced")
     add("--seconds", type=positive, default=180, metavar="N", help="for all of them (default: 180)")
-    add("--short", action="store_true", help="without training")
     files: dict[str, Any] = {"nargs": "*", "type": pathname, "metavar": "FILE"}
     files["help"] = "JSON lines (default: all recorded)"
     add = command("report", "Markdown tables made from records", _report)
@@ -228,7 +227,7 @@ def _contact(options: argparse.Namespace) -> int:
     # before the first fork nothing may touch the GPU
     from . import first_contact
 
-    return first_contact.run(options.output, options.seconds, short=options.short)
+    return first_contact.run(options.output, options.seconds)
 
 
 def _report(options: argparse.Namespace) -> None:

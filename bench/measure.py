@@ -30,7 +30,7 @@ from gpu_replay.graphs.capture import CaptureError, capture_into
 from gpu_replay.graphs.stream_order import side_stream
 
 from . import subjects
-from .operations import Case
+from .operations import OURS, Case
 from .records import CannotMeasure, DeviceLost, Environment, Record
 from .subjects import POOL, Bound, Call, Subject
 
@@ -306,8 +306,10 @@ class Run:
 
         makers: name of an implementation to what makes an empty subject of a capacity, or gives one that is filled.
                 Those that raise CannotMeasure or fail their check are reported and left out; a case fails when they are
-                the only ones.
+                the only ones. Captured calls are those of this package alone.
         """
+        if self.way == "graph":
+            makers = {name: make for name, make in makers.items() if name.startswith(OURS)}
         for _, group in groupby(cases, lambda case: case.capacity):
             full: dict[str, Subject] = {}
 

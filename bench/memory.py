@@ -17,7 +17,6 @@ import torch
 
 from gpu_replay.console.progress import Progress
 
-from . import subjects
 from .measure import Run, quantiles
 from .operations import Case
 from .peers import make_peer
@@ -25,13 +24,8 @@ from .records import Record
 from .subjects import Subject, Task, described, dtypes_of, row_bytes
 
 ADDED = 64
-# an empty buffer of a capacity whose observations have so many numbers; it is given to other processes
-Maker = Callable[[int, int], Subject]
-
-
-def ours(capacity: int, width: int) -> Subject:
-    """This package's buffer."""
-    return subjects.replay(capacity, width=width)
+# an empty buffer of a capacity, and of a `width` of observations; it is given to other processes
+Maker = Callable[..., Subject]
 
 
 def of_peer(name: str, capacity: int, width: int) -> Subject:
@@ -61,7 +55,7 @@ def _filled(make: Maker, capacity: int, width: int) -> int:
 
 def _used(make: Maker, capacity: int, width: int) -> Subject:
     """A buffer with every slot written, sampled and updated for a while."""
-    subject = make(capacity, width)
+    subject = make(capacity, width=width)
     rows = next(subject.stream(ADDED, 1))
     for _ in range(-(-capacity // ADDED)):
         subject.add(rows)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 # seconds of each part: those of a round, in the order in which they run, and those on request
 ROUND = {"contact": 100, "host": 45, "records": 310, "peers": 260, "tests": 130}
-PARTS = ROUND | {"pong": 180, "all-tests": 420, "memcheck": 120, "all-contact": 200}
+PARTS = ROUND | {"pong": 180, "all-tests": 420, "memcheck": 120}
 # the exit status of a suite that lost the device, and how often it is then restarted for the missing cases
 LOST, AGAIN = 3, 3
 NO_LAUNCH = 3
@@ -97,10 +97,6 @@ class Round:
     def _words(self, *kinds: str) -> list[str]:
         return [word for kind in kinds for word in self._fallbacks.get(kind, [])]
 
-    def _contact(self, seconds: float, *options: str) -> Step:
-        given = ["--seconds", f"{0.9 * seconds:.0f}", "--output", str(self._output / "contact.jsonl"), *options]
-        return Step("contact", [*self._run, "gpu_replay", "bench", "contact", *given], seconds)
-
     def _bench(
         self,
         suite: str,
@@ -131,12 +127,9 @@ class Round:
         return Step(name, [*before, *self._run, "pytest", *options, *where], seconds)
 
     def contact(self, seconds: float) -> Iterator[Step]:
-        """Which features work here, without training, which the first round has settled."""
-        yield self._contact(seconds, "--short")
-
-    def all_contact(self, seconds: float) -> Iterator[Step]:
         """Which features work here."""
-        yield self._contact(seconds)
+        given = ["--seconds", f"{0.9 * seconds:.0f}", "--output", str(self._output / "contact.jsonl")]
+        yield Step("contact", [*self._run, "gpu_replay", "bench", "contact", *given], seconds)
 
     def host(self, seconds: float) -> Iterator[Step]:
         """What calls cost the host."""
@@ -164,13 +157,13 @@ class Round:
 
     def tests(self, seconds: float) -> Iterator[Step]:
         """Tests marked gpu that only a GPU can show."""
-        some = ["tests/kernels/test_gpu_smoke.py", "-k", "everything and transitions"]
+        some = ["tests/kernels/test_gpu.py", "-k", "test_every_call_once and everything and transitions"]
         yield self._pytest("gpu-tests", seconds, *(some if self._small else ["tests/kernels", "-k", GPU_ONLY]))
 
     def all_tests(self, seconds: float) -> Iterator[Step]:
         """Those tests, then all the others that are marked."""
         yield from self.tests(0.4 * seconds)
-        rest = ["tests/programs/test_bench_timing.py"] if self._small else ["tests", "-k", f"not {GPU_ONLY}"]
+        rest = ["tests/programs/test_bench.py"] if self._small else ["tests", "-k", f"not {GPU_ONLY}"]
         yield self._pytest("tests", 0.6 * seconds, *rest)
 
     def memcheck(self, seconds: float) -> Iterator[Step]:
@@ -181,7 +174,7 @@ class Round:
             before = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"]
             before += [tool, "--tool", "memcheck", "--error-exitcode", "9"] if tool else []
             chosen = f"test_every_call_once and {'transitions-' * self._small}everything"
-            where = ["tests/kernels/test_gpu_smoke.py", "-k", chosen]
+            where = ["tests/kernels/test_gpu.py", "-k", chosen]
             yield self._pytest("memcheck", seconds, *where, before=before, workers=1)
 
 
@@ -197,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
     for part in options.parts:
         fallbacks = found_fallbacks(options.output / "contact.jsonl")
         variables |= dict(word.split("=", 1) for word in fallbacks.get("environment", []))
-        seconds = options.seconds or PARTS[part] * (10 if options.rehearsal else 1)
+        seconds = PARTS[part] * (10 if options.rehearsal else 1)
         steps = getattr(Round(options, fallbacks), part.replace("-", "_"))(seconds)
         if options.dry_run:
             for step in steps:
@@ -247,7 +240,6 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("on_gpu.py", description=__doc__, formatter_class=plain, allow_abbrev=False)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: {', '.join(ROUND)})")
     parser.add_argument("--output", type=Path, help="where records go (default: bench/results/NAME-OF-THE-GPU)")
-    parser.add_argument("--seconds", type=int, help="the most that each part may take, instead of its own limit")
     parser.add_argument("--dry-run", action="store_true", help="print the commands instead; needs no GPU")
     parser.add_argument("--rehearsal", action="store_true", help="all of it without a GPU, in small; measures nothing")
     options = parser.parse_args(argv)
@@ -327,12 +319,8 @@ def _ended(log: Path, command: list[str], limit: float, variables: dict[str, str
     return told or process.returncode
 
 
-def _interrupted(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
-
-
 if __name__ == "__main__":
     # a shell lets what it starts in the background ignore SIGINT, and so would its steps
     for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, _interrupted)
+        signal.signal(signal_number, lambda number, frame: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))

@@ -8,20 +8,18 @@ uniform sampling with and without replacement.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from gpu_replay import Proportional, RankBased, Uniform
-from gpu_replay.console.progress import Progress
 
 from . import subjects
 from .measure import Maker, Part, Run
 from .operations import ADDED, FRAME_SLOTS, OURS, Case, cycle_cases
 from .peers import PEERS, make_peer
-from .records import Record
 from .subjects import ALPHA, BETA, CPU, Subject, Task
 
 STEP_BATCH = 64
@@ -69,23 +67,11 @@ def gpu_parts(sizes: Sizes, names: Sequence[str], device: torch.device) -> list[
         for added, name in ((ADDED, kind), *((many, f"many-{kind}") for many in sizes.many)):
             ours = cache(partial(subjects.frames, device=device, n_step=1, envs=added)) if stacks else vectors
             cases = [Case(name, capacity, batch, added) for batch in sizes.batches]
-            found.append(_launched_and_replayed(beside(cases, ours, names, device, added=added, stacks=stacks), ours))
+            found.append(beside(cases, ours, names, device, added=added, stacks=stacks))
     # trees on a GPU differ most in how they take new priorities
     updates = [Case("update", sizes.vectors[-1], batch) for batch in sizes.batches]
     with_priorities = [name for name in names if not PEERS[name].uniform]
-    found.append(_launched_and_replayed(beside(updates, vectors, with_priorities, device, added=ADDED), vectors))
-    return found
-
-
-def _launched_and_replayed(part: Part, ours: Maker) -> Part:
-    """Cases whose calls are launched by all, then captured by this package alone."""
-    cases, launched = part
-
-    def measured(run: Run, cases: Sequence[Case], progress: Progress) -> Iterator[Record]:
-        replayed = run.way == "graph"
-        return run.records(cases, progress, {OURS: ours}) if replayed else launched(run, cases, progress)
-
-    return cases, measured
+    return [*found, beside(updates, vectors, with_priorities, device, added=ADDED)]
 
 
 def parts(sizes: Sizes, names: Sequence[str]) -> list[Part]:

@@ -208,9 +208,9 @@ THRESHOLDS = (0.0, 15.0)
 _ENDINGS = {"max_seconds": "time was up", "steps": "all steps done"}
 
 
-def run_folders(root: Path | None = None) -> list[Path]:
+def run_folders() -> list[Path]:
     """The recorded runs of Pong, in folders of the results whose names say so; none outside of a checkout."""
-    folder = recorded_folder() if root is None else root
+    folder = recorded_folder()
     return [] if folder is None else sorted({path.parent for path in folder.rglob("*pong*/**/summary.json")})
 
 

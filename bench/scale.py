@@ -60,5 +60,5 @@ def parts(quick: bool, names: Sequence[str]) -> list[Part]:
     held = [Case("bytes", capacity, 0, width=width) for width, capacity in widths.items()]
     # a tree in Python keeps references to rows
     kept = [name for name in names if PEERS[name].distribution]
-    of: dict[str, memory.Maker] = {OURS: memory.ours, **{name: partial(memory.of_peer, name) for name in kept}}
+    of: dict[str, memory.Maker] = {OURS: subjects.replay, **{name: partial(memory.of_peer, name) for name in kept}}
     return [(timed, partial(Run.records, makers=makers)), (held, partial(memory.records, makers=of))]

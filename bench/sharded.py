@@ -90,16 +90,12 @@ def records(run: Run, cases: Sequence[Case], progress: Progress) -> Iterator[Rec
     return run.each(cases, progress, measured)
 
 
-def payload(ranks: int) -> int:
-    """Bytes of the messages that a rank sends in a step, in rings as NCCL sends them: four numbers for every other."""
-    return (ranks - 1) * 4 * 8
-
-
 def sharded_table(records: Sequence[Record], peers: Sequence[Record] = ()) -> str:
     """Bytes of a step over the number of ranks, and what they were before."""
     found = {(each.capacity // SLOTS, each.implementation): number(each.median / 1000) for each in records}
+    # of a step in rings, as NCCL sends them: four numbers for every other rank
     lines = [
-        [str(ranks), found.get((ranks, BEFORE), ""), found[ranks, NOW], number(payload(ranks) / 1000)]
+        [str(ranks), found.get((ranks, BEFORE), ""), found[ranks, NOW], number((ranks - 1) * 4 * 8 / 1000)]
         for ranks, implementation in sorted(found)
         if implementation == NOW
     ]

@@ -19,12 +19,12 @@ Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 class TorchRing:
     """A tensor for each field; the oldest transitions are overwritten."""
 
-    def __init__(self, capacity: int, fields: Fields, device: torch.device | str = "cpu", seed: int = 0) -> None:
+    def __init__(self, capacity: int, fields: Fields, device: torch.device | str = "cpu") -> None:
         self.capacity, self.added, self.device = capacity, 0, torch.device(device)
         self.stores = {
             name: torch.zeros((capacity, *shape), dtype=dtype, device=device) for name, (shape, dtype) in fields.items()
         }
-        self.random = torch.Generator(device).manual_seed(seed)
+        self.random = torch.Generator(device).manual_seed(0)
 
     def __len__(self) -> int:
         return min(self.added, self.capacity)
@@ -59,13 +59,12 @@ class PrioritizedTorchRing(TorchRing):
         capacity: int,
         fields: Fields,
         device: torch.device | str = "cpu",
-        seed: int = 0,
         *,
         alpha: float = 0.6,
         beta: float = 0.4,
         eps: float = 1e-6,
     ) -> None:
-        super().__init__(capacity, fields, device, seed)
+        super().__init__(capacity, fields, device)
         self.alpha, self.beta, self.eps = alpha, beta, eps
         # 0 where nothing is stored
         self.powers = torch.zeros(capacity, dtype=torch.float64, device=device)

@@ -16,9 +16,9 @@ from launches import TARGETS, Launch, compile_for, every_kernel
 
 from gpu_replay.ops.windows import frame_tile
 
-# those that other tests compile as well
-SOME_FRAMES = ("atari", "atari to half")
-OF_SEQUENCES = ("sequences", "strict sequences")
+# whose frames are moved whole, and those of them that other tests compile as well
+WHOLE_FRAMES = ("atari", "atari to half", "sequences", "strict sequences")
+SOME_FRAMES = ("atari", "strict sequences")
 # what may change without a look at why
 REGISTERS_MORE = 1.25
 SHARED_MORE = 2048
@@ -92,7 +92,7 @@ def test_every_atomic_is_of_integers_and_relaxed_but_for_the_ticket(full: bool) 
     some = list(cases(True)) if full else chosen(MAIN_TARGET, False)
     for case in some:
         atomics = atomics_of(text_of(case, MAIN_TARGET))
-        wanted = takes_tickets(cases(True)[case])
+        wanted = takes_tickets(cases(full)[case])
         ordered = [kind for _, order, kind in atomics if order != "relaxed"]
         relaxed = {kind for _, order, kind in atomics if order == "relaxed"}
         kinds |= relaxed
@@ -104,7 +104,7 @@ def test_every_atomic_is_of_integers_and_relaxed_but_for_the_ticket(full: bool) 
     assert tickets >= 8
     ticketed = {launch.name for launch in cases(False).values() if takes_tickets(launch)}
     assert len(ticketed) == 4
-    assert ticketed <= {cases(True)[case].name for case in some}
+    assert ticketed <= {cases(full)[case].name for case in some}
     assert kinds == COUNTS | SUMS
 
 
@@ -132,17 +132,17 @@ def test_whole_words_are_moved_as_such(full: bool) -> None:
 
 
 def test_frames_of_stacks_are_moved_in_whole_words(full: bool) -> None:
-    for name in (*(FRAMES if full else SOME_FRAMES), *OF_SEQUENCES):
+    for name in {*FRAMES, *WHOLE_FRAMES} if full else SOME_FRAMES:
         field, settings = CASES[name][1]["obs"], CASES[name][3]
         tile = frame_tile(field, 1000, False)
         # of floats a frame is too long to be moved whole
-        assert (tile.chunks == 1) == (name in (*SOME_FRAMES, *OF_SEQUENCES)), name
+        assert (tile.chunks == 1) == (name in WHOLE_FRAMES), name
         # a frame may come from the ring or be a kept final observation
         places = 2 if settings.get("autoreset") == "same_step" else 1
         case = f"gather_windows_kernel: {name}: starts"
         ptx = text_of(case, MAIN_TARGET)
         # each thread moves 16 bytes at once
-        words = tile.rows * tile.columns // (32 * cases(True)[case].constants["num_warps"] * 16)
+        words = tile.rows * tile.columns // (32 * cases(False)[case].constants["num_warps"] * 16)
         loads, stores = words * field.dtype.itemsize, words * field.output_dtype.itemsize
         wide = {kind: len(re.findall(rf"{kind}\.global\.(?:v4\.b32|v2\.b64)", ptx)) for kind in ("ld", "st")}
         assert wide["st"] == stores, case

@@ -132,10 +132,6 @@ class OnGpu(Twins):
         values = torch.arange(len(keys), device=keys.device) + keys * 8
         buffer.write(keys, **{"action" if self.steps else "n": values})
 
-    def update_drawn(self, keys: Tensor) -> None:
-        """The host's part of a step that updates what it drew."""
-        self.host.update_priorities(keys, powers(keys))
-
 
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:

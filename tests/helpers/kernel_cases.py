@@ -170,11 +170,12 @@ MAIN_TARGET = "sm_90"
 PART = ("classic, 3 levels, all options", "4 levels", "odd widths, uniform", "atari", "atari to half", "sequences")
 # what the main target compiles by default, by kernel and buffer: every kernel, and those whose code differs most
 QUICK = (
-    rf"\w+: ({PART[0]}|sums)",
-    r"(add_step|gather_windows|draw\w*|update)_kernel: atari: (?!.*priority)",
+    rf"(?!update)\w+: ({PART[0]}: (?!.* with )|sums)",
+    rf"update_kernel: {PART[0]}: update( of thousands)?$",
+    r"(add_step|gather_windows)_kernel: atari: (?!.*priority)",
     r"(add|gather)_kernel: odd widths",
-    r"gather_windows_kernel: (atari to half|strict)|add_step_kernel: atari to half: step with",
-    r"add_step_kernel: (strict )?sequences: step$",
+    r"add_step_kernel: atari to half: step with",
+    r"(add_step|gather_windows)_kernel: strict sequences: st(ep|arts)$",
     r"draw_kernel: by rank|choose_goals_kernel: goals|doubles_kernel",
 )
 KEYS = ("of hundreds", "of a thousand", "of thousands")
@@ -262,14 +263,13 @@ def chosen(target: str, full: bool) -> list[str]:
         return list(cases(full))
     if target != MAIN_TARGET:
         return [case for case in cases(full) if case.split(": ")[1] in PART]
-    quick = [case for case in cases(full) if re.match("|".join(QUICK), case)]
-    return [case for case in quick if PART[0] in case or not case.endswith(KEYS)]
+    return [case for case in cases(full) if re.match("|".join(QUICK), case)]
 
 
 @cache
 def compiled(case: str, target: str) -> object:
     """The compiled kernel of a case."""
-    return compile_for(cases(True)[case], target)
+    return compile_for(cases(case not in cases(False))[case], target)
 
 
 @cache

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from interpreted import interpret_quickly
 from launches import Launch, choose_sizes
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -401,6 +402,7 @@ def pretend() -> None:
     from triton.runtime.interpreter import InterpretedFunction
 
     knobs.runtime.interpret = True
+    interpret_quickly()
     # tests take the variable for a sign that there is no GPU
     del os.environ["TRITON_INTERPRET"]
 
@@ -447,17 +449,10 @@ def pretend() -> None:
     measure.CALLS_PER_GRAPH, subjects.CHECKED = 1, 8
     main.ATARI_ENVS, main.ATARI_BATCH, main.QUICK_STEPS = 40, 8, 12
     peers_suite.QUICK = peers_suite.Sizes((320,), 96, (8,), many=(16,))
-    first_contact.SIZES.update(slots=330, batch=17, many=67, scanned=1_003, turns=2, calls=8)
+    first_contact.SIZES.update(slots=330, batch=17, many=67, turns=2, calls=8)
     first_contact.STEPS["obs"] = Field((8, 8), torch.uint8)
     for name, feature in first_contact.FEATURES.items():
         first_contact.FEATURES[name] = replace(feature, limit=240.0)
-    first_contact.PROGRAM[1:1] = ["rehearsal"]
-    first_contact.TINY.extend(word for name, value in TINY.items() for word in (f"--{name}", str(value)))
-
-
-# a training run that ends after some steps
-TINY = {"steps": 168, "num-envs": 8, "capacity": 400, "warmup": 80, "batch-size": 8, "updates": 1, "log-every": 40}
-TINY |= {"eval-episodes": 2, "eval-max-steps": 5}
 
 
 if __name__ == "__main__":

@@ -5,11 +5,9 @@ Streams and graphs only remember what they were given (fake_cuda.py).
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +15,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 from freed import collector_off_fixture as collector_off_fixture
-from interpreted import run_apart
+from interpreted import run_rehearsed
 from torch import Tensor
 
 from gpu_replay import Batch, validation
@@ -26,7 +24,6 @@ from gpu_replay.graphs import capture
 from gpu_replay.graphs.stream_order import StreamOrder
 
 CUDA = torch.device("cuda")
-ROOT, TESTS = Path(__file__).parents[2], "tests/kernels/test_gpu.py"
 
 
 class Pretended(Buffer):
@@ -233,11 +230,6 @@ REHEARSED = {
 def test_no_call_waits_and_no_kernel_is_first_launched_while_a_graph_is_captured(full: bool) -> None:
     """Tests of `test_gpu.py` in a rehearsal, in small: there a capture refuses what the driver refuses, a kernel that
     is launched for the first time, and outside of graphs too what would wait for the device is refused."""
-    places = [
-        *(str(ROOT / place) for place in ("", "tests/helpers", "tests/contract")),
-        os.environ.get("PYTHONPATH", ""),
-    ]
     more = "item or host or everything or uniform or combined-rank" if full else ""
     chosen = " or ".join(f"({name} and ({more or case}))" for name, case in REHEARSED.items())
-    passed = run_apart(TESTS, "-k", chosen, before=["rehearsal"], PYTHONPATH=os.pathsep.join(places))
-    assert passed >= (52 if full else 8)
+    assert run_rehearsed("tests/kernels/test_gpu.py", chosen) >= (52 if full else 8)

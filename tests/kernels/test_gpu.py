@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from gpu_twins import (
     EVERYTHING,
     EXACT,
     FIELDS,
+    KINDS,
     MODES,
     NUMBER,
     SAMPLERS,
@@ -35,10 +37,54 @@ from torch import Tensor
 from trees import check_sums
 from twins import check_batches
 
-from gpu_replay import Batch, Field, RankBased, ReplayBuffer, Uniform
+from gpu_replay import Batch, Field, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.graphs.capture import WARM_UPS
 
 pytestmark = pytest.mark.gpu
+
+
+# every operation once, in small, beside the host code
+
+
+def filled(kind: str, name: str) -> OnGpu:
+    both = OnGpu(100, 5, SAMPLERS[name], kind)
+    both.add(30)
+    return both
+
+
+@pytest.mark.parametrize(
+    "kind, name", [(kind, name) for kind in KINDS for name in ("everything", "uniform", "combined-rank")]
+)
+def test_every_call_once(kind: str, name: str) -> None:
+    both = filled(kind, name)
+    both.update(both.draw(16).key, torch.arange(16.0) ** 2)
+    both.draw(16)
+    both.check()
+    assert both.gpu.stats().size == both.host.stats().size
+    for buffer in both.both:
+        buffer.clear()
+        assert len(buffer) == 0
+
+
+def test_rows_of_the_host_in_pinned_memory_and_without() -> None:
+    both = filled("transitions", "uniform")
+    given = both.given(150, "cpu", own=False)
+    both.host.add(**given)
+    both.gpu.add(**given)
+    both.host.add(**given)
+    both.gpu.add(**{name: value.pin_memory() for name, value in given.items()})
+    both.check()
+
+
+@pytest.mark.parametrize("kind, kept", [("transitions", ReplayBuffer), ("same_step", TrajectoryReplayBuffer)])
+def test_a_checkpoint_goes_from_the_gpu_to_the_host(kind: str, kept: type, tmp_path: Path) -> None:
+    both = filled(kind, "everything")
+    both.gpu.save(tmp_path / "saved")
+    both.host = kept.load(tmp_path / "saved", device="cpu")
+    both.check()
+
+
+# no call waits
 
 
 @pytest.mark.parametrize("kind, name", CASES)
@@ -157,7 +203,7 @@ def test_captured_steps_are_those_of_the_host_and_wait_for_nothing(kind: str, na
     for time in range(times := amount(100, 6)):
         found, expected = step(), host.sample(batch_size)
         host.add(**both.given(host.added, "cpu"))
-        both.update_drawn(expected.key)
+        host.update_priorities(expected.key, powers(expected.key))
         check_batches(found, expected)
         if time == amount(60, 4):
             gpu.load_state_dict(host.state_dict())

@@ -18,15 +18,18 @@ from devices import thinned
 from guards import Guards
 from interpreted import kernel_device as kernel_device
 from programs import SAMPLERS
-from trees import random_masses
+from trees import check_sums, random_masses
 from twins import Twins
 
 from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.kernels.random import divided, floor_of_product
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import reciprocal
+from gpu_replay.ops.masses import MassTree
 from gpu_replay.ops.ring import make_gather
 
+# nothing is written outside
+pytestmark = pytest.mark.usefixtures("guards")
 NUMBER = {"n": Field((), torch.int64)}
 STEPS = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
 # 1, a power of the base of a search for a rank, of a block, and a few slots of a block of many
@@ -112,7 +115,7 @@ def test_draws_of_rows(name: str, slots: int, device: str, guards: Guards) -> No
 
 
 @pytest.mark.parametrize("replacement", [False, True], ids=["distinct", "replacement"])
-def test_uniform_draws_of_all_there_are(replacement: bool, device: str, guards: Guards) -> None:
+def test_uniform_draws_of_all_there_are(replacement: bool, device: str) -> None:
     for count in (1, 2, 5, 63, 64, 65, 129):
         both = Drawn(device, Combined(Uniform(replacement=replacement)), [1] * 129, 3 * 129 + count, count=count)
         found = both.compare(count + 1).key.tolist()
@@ -120,7 +123,7 @@ def test_uniform_draws_of_all_there_are(replacement: bool, device: str, guards: 
 
 
 @pytest.mark.parametrize("batch", [1, 7, 360, 450, 1000])
-def test_targets_on_the_very_first_and_last_unit_of_a_slot(batch: int, device: str, guards: Guards) -> None:
+def test_targets_on_the_very_first_and_last_unit_of_a_slot(batch: int, device: str) -> None:
     """With as many draws as there is mass, every unit is a target once; with 360, 90 strata have a unit more."""
     masses = [0, 1, 0, 0, 2] * 150
     both = Drawn(device, EXACT, masses, 750)
@@ -130,9 +133,7 @@ def test_targets_on_the_very_first_and_last_unit_of_a_slot(batch: int, device: s
 
 
 @thinned("name, added", SAMPLERS, [0, 3, 11, 12, 13, 31])
-def test_every_place_of_the_oldest_key_and_of_the_last_one_in_reach(
-    name: str, added: int, device: str, guards: Guards
-) -> None:
+def test_every_place_of_the_oldest_key_and_of_the_last_one_in_reach(name: str, added: int, device: str) -> None:
     """The seam of the ring lies everywhere in a block of the tree, and so does the first slot left out."""
     sampler, slots = SAMPLERS[name], 2 * 32
     both = Drawn(device, sampler, leaves_for(sampler, slots, added), 2 * (64 + added), envs=2)
@@ -145,7 +146,7 @@ def test_every_place_of_the_oldest_key_and_of_the_last_one_in_reach(
 @pytest.mark.parametrize(
     "slots", [1, 2, 3, 7, 40, 127, 129, *(pytest.param(each, marks=pytest.mark.slow) for each in (128, 1000))]
 )
-def test_the_largest_code_comes_first_and_equal_ones_by_age(slots: int, device: str, guards: Guards) -> None:
+def test_the_largest_code_comes_first_and_equal_ones_by_age(slots: int, device: str) -> None:
     for seed, head in enumerate({0, slots // 2, slots - 1}):
         both = Drawn(device, ALL_RANKS, some_codes(slots, seed), 3 * slots + head % slots)
         both.compare(both.eligible)
@@ -184,9 +185,7 @@ def test_a_list_is_sorted_anew_after_each_change_and_in_every_graph(device: str)
 
 
 @thinned("name, envs, left", SAMPLERS, [0, 3], [0, 1, 3, 70])
-def test_draws_of_what_is_not_there_end_and_stay_inside(
-    name: str, envs: int, left: int, device: str, guards: Guards
-) -> None:
+def test_draws_of_what_is_not_there_end_and_stay_inside(name: str, envs: int, left: int, device: str) -> None:
     """Only a graph replayed after a `clear` can ask for them; they mean nothing, and must harm nothing."""
     masses = [0] * (129 - left) + [1] * left
     both = Drawn(device, SAMPLERS[name], masses, 3 * 129, envs=envs, count=left)
@@ -202,7 +201,7 @@ def test_draws_of_what_is_not_there_end_and_stay_inside(
         assert set(keys) == set(range(387 - left, 387) if left else [387 - 129])
 
 
-def test_the_newest_of_a_buffer_younger_than_a_replayed_batch_stay_inside(device: str, guards: Guards) -> None:
+def test_the_newest_of_a_buffer_younger_than_a_replayed_batch_stay_inside(device: str) -> None:
     both = Drawn(device, SAMPLERS["latest"], [1] * 50, 5)
     assert drawn_on_device(both.tested, 9)["slots"].tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 4]
 
@@ -211,7 +210,7 @@ def test_the_newest_of_a_buffer_younger_than_a_replayed_batch_stay_inside(device
 
 
 @thinned("beta, batch", [0.4, 0.0, 1 / 3, 1.0, 1e35], [1, 128, 129, 4095])
-def test_weights(beta: float, batch: int, device: str, guards: Guards) -> None:
+def test_weights(beta: float, batch: int, device: str) -> None:
     both = Drawn(device, EXACT, random_masses(batch, batch, 2**40), batch)
     with np.errstate(under="ignore", over="ignore"):
         both.compare(batch, beta=beta)
@@ -265,3 +264,19 @@ def test_division_by_a_reciprocal_is_exact(device: str) -> None:
     division_kernel[(1,)](numbers, by, reciprocals, out, COUNT=count)
     assert out[:count].tolist() == [number // divisor for number, divisor in pairs]
     assert out[count:].tolist() == [number % divisor for number, divisor in pairs]
+
+
+# trees
+
+
+# of one to four levels, whole blocks, and a few leaves more than those
+@pytest.mark.parametrize("slots", [1, 128, 1024, 1025, 2048, 32_768, 32_769, 70_001])
+def test_every_node_is_the_sum_of_its_block(slots: int, device: str) -> None:
+    """Of a tree whose leaves alone are right, and the padding above them, which nothing changes."""
+    tree = MassTree(slots, torch.device(device), "triton")
+    tree.masses.copy_(torch.from_numpy(random_masses(slots, slots, 2**62 // slots)))
+    for below, above in zip(tree.levels, tree.levels[1:], strict=False):
+        above[: below.numel() // tree.fanout] = 7
+    tree.build()
+    check_sums(tree)
+    assert tree.total() == int(tree.masses.sum())

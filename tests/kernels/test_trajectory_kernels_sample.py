@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from devices import thinned
-from guards import SENTINEL, Guards, guarded
+from guards import SENTINEL
 from hindsight_oracle import ACHIEVED, DESIRED, GOALS, hindsight, reward_of
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
@@ -28,6 +28,8 @@ from gpu_replay.ops.hindsight import goal_sums, make_choose_goals
 from gpu_replay.ops.ring import Tile
 from gpu_replay.ops.steps import Flag
 
+# nothing is written outside
+pytestmark = pytest.mark.usefixtures("guards")
 ACTION = {"action": Field((), torch.int64)}
 SMALL = {"obs": Field((2,), torch.int16), **ACTION}
 # environments, steps of each in the ring, and steps that are added
@@ -98,7 +100,7 @@ SHAPES: dict[str, tuple[Sizes, float, int, int]] = {
 
 
 @thinned("mode, shape", MODES, SHAPES)
-def test_windows_and_stacks(mode: str, shape: str, device: str, guards: Guards) -> None:
+def test_windows_and_stacks(mode: str, shape: str, device: str) -> None:
     sizes, end, stack, n_step = SHAPES[shape]
     streams = Streams(device, SMALL, sizes, end, stack=stack, n_step=n_step, **MODES[mode])
     if not streams.host.stats().eligible:
@@ -118,12 +120,6 @@ def test_windows_and_stacks(mode: str, shape: str, device: str, guards: Guards) 
 LARGE = ("84 x 84", "42 x 42", "to half", "to bfloat16")
 
 
-def compare_observations(name: str, mode: str, rows: Sequences | None, device: str) -> None:
-    with guarded():
-        fields, settings = {"obs": FIELDS[name], **ACTION}, MODES[mode]
-        Streams(device, fields, (2, 9, 24), 0.3, stack=3, n_step=2, sequences=rows, **settings).compare()
-
-
 @thinned(
     "name, mode, rows",
     [name for name in FIELDS if name not in LARGE],
@@ -131,7 +127,8 @@ def compare_observations(name: str, mode: str, rows: Sequences | None, device: s
     [None, Sequences(3)],
 )
 def test_observations(name: str, mode: str, rows: Sequences | None, device: str) -> None:
-    compare_observations(name, mode, rows, device)
+    fields, settings = {"obs": FIELDS[name], **ACTION}, MODES[mode]
+    Streams(device, fields, (2, 9, 24), 0.3, stack=3, n_step=2, sequences=rows, **settings).compare()
 
 
 @pytest.mark.slow
@@ -142,7 +139,7 @@ def test_observations_of_all_sizes(name: str, on_gpu: bool, device: str, monkeyp
         use_sizes_of_a_gpu(monkeypatch)
     for mode in ("next_step", "same_step, zeros"):
         for rows in (None, Sequences(3)):
-            compare_observations(name, mode, rows, device)
+            test_observations(name, mode, rows, device)
 
 
 def test_pieces_that_a_program_moves_one_after_the_other(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,12 +147,11 @@ def test_pieces_that_a_program_moves_one_after_the_other(device: str, monkeypatc
     field = Field((19,), torch.uint8, torch.float32, 0.25)
     monkeypatch.setattr(windows, "frame_tile", lambda *arguments: Tile(2, 4, 5))
     monkeypatch.setattr(windows, "pieces_together", lambda *arguments: 3)
-    with guarded():
-        Streams(device, {"obs": field, **ACTION}, (2, 6, 14), 0.5, stack=3, **MODES["same_step, zeros"]).compare()
+    Streams(device, {"obs": field, **ACTION}, (2, 6, 14), 0.5, stack=3, **MODES["same_step, zeros"]).compare()
 
 
 @pytest.mark.parametrize("mode", ["next_step", "same_step, zeros"])
-def test_several_observations_and_other_fields(mode: str, device: str, guards: Guards) -> None:
+def test_several_observations_and_other_fields(mode: str, device: str) -> None:
     fields = {
         "action": Field((3,), torch.float32),
         "obs.picture": Field((9, 10), torch.uint8, torch.float16, 1 / 255),
@@ -169,7 +165,7 @@ def test_several_observations_and_other_fields(mode: str, device: str, guards: G
 
 
 @thinned("mode, stack, length", MODES, [1, 4], [1, 7, 20])
-def test_sequences(mode: str, stack: int, length: int, device: str, guards: Guards) -> None:
+def test_sequences(mode: str, stack: int, length: int, device: str) -> None:
     # as long as the ring allows
     rows = Sequences(min(length, 20 - stack))
     streams = Streams(device, SMALL, (3, 20, 55), 0.1, stack=stack, sequences=rows, **MODES[mode])
@@ -182,7 +178,7 @@ STRIDES = (Sequences(4, strict=True), Sequences(2, strict=True, stride=3), Seque
 
 
 @thinned("name, rows", SAMPLERS, STRIDES)
-def test_sequences_of_every_sampler(name: str, rows: Sequences, device: str, guards: Guards) -> None:
+def test_sequences_of_every_sampler(name: str, rows: Sequences, device: str) -> None:
     settings = {"sampler": SAMPLERS[name], "stack": 2, "n_step": 2, "sequences": rows, **MODES["same_step"]}
     streams = Streams(device, SMALL, (3, 20, 55), 0.1, **settings)
     for count in (3, 5):
@@ -210,27 +206,27 @@ def test_sequences_of_steps_that_kernels_add(
     mode, stack, n_step, rows = SETTLED[case]
     if on_gpu:
         use_sizes_of_a_gpu(monkeypatch)
-    with guarded():
-        ring = rows.length + n_step + stack + 2
-        settings = {"stack": stack, "n_step": n_step, "sequences": rows, **MODES[mode]}
-        sampler = Proportional(alpha=1.0, eps=0.0)
-        streams = Streams(device, SMALL, (5, ring, 0), 0.24, sampler=sampler, **settings)
-        generator = np.random.default_rng(len(case))
-        for step in range(3 * ring):
-            given = streams.step(step)
-            if step % 4 == 1:
-                given["priority"] = torch.from_numpy(2.0 ** generator.integers(-6, 9, 5))
-            if step % 5 == 2:
-                streams.call("begin_episodes", torch.from_numpy(generator.random(5) < 0.5))
-            if step == 2 * ring:
-                streams.call("clear")
-            streams.insert(**given)
-            streams.check()
-        assert streams.host.stats().eligible > 0
-        streams.compare()
+    ring = rows.length + n_step + stack + 2
+    settings = {"stack": stack, "n_step": n_step, "sequences": rows, **MODES[mode]}
+    sampler = Proportional(alpha=1.0, eps=0.0)
+    streams = Streams(device, SMALL, (5, ring, 0), 0.24, sampler=sampler, **settings)
+    generator = np.random.default_rng(len(case))
+    for step in range(9 * ring // 4):
+        given = streams.step(step)
+        if step % 4 == 1:
+            given["priority"] = torch.from_numpy(2.0 ** generator.integers(-6, 9, 5))
+        if step % 5 == 2:
+            streams.call("begin_episodes", torch.from_numpy(generator.random(5) < 0.5))
+        # the ring has gone round by then
+        if step == 5 * ring // 4:
+            streams.call("clear")
+        streams.insert(**given)
+        streams.check()
+    assert streams.host.stats().eligible > 0
+    streams.compare()
 
 
-def test_what_means_nothing_is_still_read_inside(device: str, guards: Guards) -> None:
+def test_what_means_nothing_is_still_read_inside(device: str) -> None:
     """A graph replayed after a `clear` draws starts that are not eligible, of depths that the ring cannot hold."""
     fields = {"obs": Field((3,), torch.uint8), **ACTION}
     buffer = Streams(device, fields, (2, 8, 24), stack=8, n_step=7, autoreset="same_step").tested
@@ -246,7 +242,7 @@ def test_what_means_nothing_is_still_read_inside(device: str, guards: Guards) ->
 # goals
 
 
-def test_goals_are_cast_and_scaled_alike(device: str, guards: Guards) -> None:
+def test_goals_are_cast_and_scaled_alike(device: str) -> None:
     goal = Field((2,), torch.int16, torch.float16, 0.25)
 
     def reward_fn(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
@@ -259,7 +255,7 @@ def test_goals_are_cast_and_scaled_alike(device: str, guards: Guards) -> None:
         Streams(device, fields, (6, 5, 7), 0.25, **settings, **MODES[mode]).draw(9, loose=())
 
 
-def test_a_replayed_draw_of_what_is_gone_stays_inside(device: str, guards: Guards) -> None:
+def test_a_replayed_draw_of_what_is_gone_stays_inside(device: str) -> None:
     """A graph replayed after a `clear` chooses goals for starts that are not eligible, whatever is known of them."""
     generator = np.random.default_rng(0)
     buffer = Streams(device, GOALS, (3, 6, 8), 0.25, relabel=hindsight(), **MODES["same_step"]).tested

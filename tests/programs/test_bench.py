@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from bench_records import ENVIRONMENT, GPU, Capture, Patch, quicker, record
+from fake_cuda import FakeCuda
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_replay.bench import checkpoint, host_time, lower_bound, memory, peers_suite, plots, report, scale, storage
 from gpu_replay.bench import main as commands
+from gpu_replay.bench import measure as measuring
 from gpu_replay.bench.main import Work
-from gpu_replay.bench.measure import Plan, Run, check, fill, measure
+from gpu_replay.bench.measure import CALLS_PER_GRAPH, Plan, Run, Timing, captured, check, fill, flush_bytes, measure
 from gpu_replay.bench.operations import Case, chosen, cycle_cases
 from gpu_replay.bench.records import CannotMeasure, Record, read, write
 from gpu_replay.bench.storage import CHUNK, LAYOUTS
@@ -27,7 +32,7 @@ from gpu_replay.cli import main
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.progress import Progress
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 # records
 
@@ -118,6 +123,115 @@ def test_a_subject_that_gives_wrong_answers_is_not_measured() -> None:
 
     with pytest.raises(CannotMeasure, match=r"sampled 'reward' .*; sampled 'next_obs' .*; the weights"):
         check(replace(right, sample=mixed), "wrong")
+
+
+# timing on a GPU: graphs of calls, what is done where one cannot be captured, and empty caches
+
+
+def fixed_clock(monkeypatch: Patch, nanoseconds: int) -> None:
+    """Every call takes the same time."""
+
+    def clock(call: Callable[[], object], prepare: Callable[[], object], repetitions: int) -> np.ndarray:
+        for _ in range(repetitions):
+            prepare()
+            call()
+        return np.full(repetitions, nanoseconds, dtype=np.int64)
+
+    monkeypatch.setattr(measuring, "clock_for", lambda device: clock)
+    # a collection of the whole heap takes longer than the test
+    monkeypatch.setattr(measuring.gc, "collect", int)
+
+
+def timed(bound: dict[str, Any], way: measuring.How, rounds: int = 1, flush: int = 0) -> dict[str, Record]:
+    """The records of one case timed in one way."""
+    plan = Plan(warmup=0, seconds=0, fewest=3, most=3)
+    run = Run("gpu", CUDA, plan, GPU, 1e9, False, versions={}, rounds=rounds, way=way)
+    with Progress(1, "test") as progress:
+        records = run.timed(Case("sample", 1000, 32), bound, progress, flush)
+        return {each.implementation: each for each in records}
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_call_is_replayed_or_else_timed_by_events(refuses: bool, monkeypatch: Patch, capsys: Capture) -> None:
+    cuda = FakeCuda().install(monkeypatch)
+    cuda.refusal = "operation not permitted when stream is capturing\nand more that is not shown" if refuses else None
+    fixed_clock(monkeypatch, 250_000)
+
+    def call() -> None:
+        cuda.work("call")
+
+    def prepare() -> None:
+        assert not cuda.is_current_stream_capturing()
+        cuda.work("prepare")
+
+    found = timed({"ours": (call, prepare)}, "graph")["ours"]
+    log = [name for name, _ in cuda.done]
+    assert log[0] == "prepare"
+    assert log.count("call") >= CALLS_PER_GRAPH
+    assert found.repetitions == 3
+    # a capture that failed leaves nothing behind
+    assert (cuda.is_clean(), cuda.current) == (True, cuda.default)
+    if refuses:
+        # a call that is no graph does its work once, and is prepared each time
+        assert ((found.timing, found.median), log[-2:]) == (("events", 250.0), ["prepare", "call"])
+        assert "ours is timed by events, since it cannot be captured: operation not" in capsys.readouterr().err
+    else:
+        # nothing is prepared any more, since a graph works on what stays; each replay is queued behind a sleep
+        assert ((found.timing, found.median), log.count("prepare")) == (("graph", 250.0 / CALLS_PER_GRAPH), 1)
+        assert log[-1 - CALLS_PER_GRAPH :] == ["sleep"] + ["call replayed"] * CALLS_PER_GRAPH
+        # caches cannot be flushed between the calls of one graph
+        monkeypatch.setattr(measuring.torch, "empty", lambda size, **where: torch.zeros(size))
+        assert timed({"ours": (call, prepare)}, "graph", flush=4096)["ours"].median == 250.0
+
+
+def test_a_flush_is_twice_the_last_cache(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50 * 2**20))
+    assert flush_bytes(CUDA) == 100 * 2**20
+    assert flush_bytes(CPU) >= 2**16
+
+
+def test_a_flush_ends_with_a_read_so_that_nothing_is_written_back_during_the_call() -> None:
+    log: list[str] = []
+
+    class Logged(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            log.append(func.overloadpacket.__name__)
+            assert log[-1] == "empty" or args[0].nbytes == 4096
+            return func(*args, **(kwargs or {}))
+
+    with Logged():
+        measure(
+            lambda: log.append("call"),
+            prepare=lambda: log.append("prepare"),
+            plan=Plan(0, 0, fewest=2, most=2, flush=4096),
+            device=CPU,
+        )
+    assert log == ["empty"] + ["prepare", "zero_", "sum", "call"] * 3
+
+
+def test_several_implementations_are_interleaved(monkeypatch: Patch) -> None:
+    log: list[str] = []
+
+    def watched(call: Callable[[], object], *, plan: Plan, **arguments: Any) -> Timing:
+        assert plan.fewest == 1
+        call()
+        return Timing(np.array([1000]), 1)
+
+    monkeypatch.setattr(measuring, "measure", watched)
+    found = timed({name: ((lambda name=name: log.append(name)), int) for name in ("a", "b")}, "events", rounds=3)
+    assert log == ["a", "b"] * 3
+    assert {(each.repetitions, each.warmup, each.timing) for each in found.values()} == {(3, 3, "events")}
+
+
+# on a GPU
+
+
+@pytest.mark.gpu
+def test_a_graph_of_calls_does_them_all() -> None:
+    count = torch.zeros(1, dtype=torch.int64, device="cuda")
+    replay, before = captured(lambda: count.add_(1), CUDA, 5), int(count)
+    replay()
+    assert int(count) == before + 5
 
 
 # tables
@@ -223,16 +337,6 @@ def test_a_run_that_cannot_be_made_says_why_and_a_mistake_has_a_traceback(monkey
         main(["bench", "cpu"])
 
 
-@pytest.mark.gpu
-def test_bench_gpu_measures_and_records(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.jsonl"
-    assert commands.main(["gpu", "--quick", "--output", str(file)]) == 0
-    records = read(file)
-    assert {r.operation for r in records} == {"add", "sample", "update", "cycle", "frames", "frame-add", "frame-cycle"}
-    assert {r.timing for r in records} == {"events", "graph"}
-    assert all(r.environment.device == torch.cuda.get_device_name() for r in records)
-
-
 # suites with work of their own: storage layouts, checkpoints, the cost of calls as they grow, beside plain C
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -286,12 +390,11 @@ def test_a_round_of_checkpoints_is_recorded(tmp_path: Path, monkeypatch: Patch, 
 
 
 def test_what_a_call_costs_the_host_does_not_count_waits(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    plain = host_time.torch_calls
-    waits = {"a wait": lambda: time.sleep(0.05)}
-    monkeypatch.setattr(host_time, "torch_calls", lambda device: {**plain(device), **waits})
+    plain, waits = host_time.buffer_calls, {"a wait": lambda: time.sleep(0.05)}
+    monkeypatch.setattr(host_time, "buffer_calls", lambda case, device: {**waits, **plain(case, device)})
     found = {each.implementation: each for each in measured(tmp_path, monkeypatch, "host", "--device", "cpu")}
     calls = ("add", "sample", "update_priorities", "add, trajectories", "sample, trajectories")
-    assert list(found) == [host_time.UNIT, "torch.empty", *waits, *calls]
+    assert list(found) == [host_time.UNIT, *waits, *calls]
     assert all(each.median > 0 for each in found.values())
     assert found["a wait"].median < 25_000
     assert "| over add_(1) |" in capsys.readouterr().out
@@ -339,8 +442,8 @@ def test_scale_compares_times_and_bytes_and_plots_them(tmp_path: Path, capsys: C
 
 
 def test_bytes_are_counted_of_rows_of_any_width() -> None:
-    for make in (memory.ours, partial(memory.of_peer, "python_sum_tree")):
-        subject = make(200, 7)
+    for make in (replay, partial(memory.of_peer, "python_sum_tree")):
+        subject = make(200, width=7)
         subject.add(next(subject.stream(memory.ADDED, 1)))
         assert subject.sample(8)[1]["next_obs"].shape == (8, 7)
         assert subject.wrong(subject.sample(256)[1]) == []

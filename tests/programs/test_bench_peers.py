@@ -198,9 +198,9 @@ def test_on_a_gpu_all_are_launched_and_this_package_alone_is_captured(monkeypatc
         assert by_name[OURS] == by_name[rings[1]] == by_name[rings[0]] | {"update"}
         assert len(by_name[rings[0]]) == 4
         captured: list[list[str]] = []
-        monkeypatch.setattr(Run, "records", lambda run, cases, progress, makers: captured.append([*makers]) or [])
+        monkeypatch.setattr(Run, "subjects", lambda run, capacity, makers, progress: captured.append([*makers]) or {})
         for cases, measured in parts:
-            measured(replace(run, way="graph"), cases, progress)
+            assert list(measured(replace(run, way="graph"), cases, progress)) == []
     assert captured == [[OURS]] * 5
 
 

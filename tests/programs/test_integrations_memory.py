@@ -1,108 +1,53 @@
-"""What an adapter made is freed with it, without Python's collector. The tests of each adapter say how it is used."""
+"""Buffers that adapters make are freed with them, without Python's collector: what tests of each adapter made is gone
+when they end."""
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from freed import collector_off_fixture as collector_off_fixture
 
-from gpu_replay import CheckpointError, Proportional, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay.base.buffer import Buffer
+
+# an adapter, and a test of it
+USES = {
+    "gymnasium": "test_streams_are_those_of_the_physics_also_over_several_calls",
+    "gymnasium, rows": "test_transitions_are_those_of_the_physics",
+    "torchrl": "test_a_state_goes_on_in_memory_and_from_a_file",
+    "torchrl, priorities": "test_priorities_are_taken_from_the_tensordict",
+    "sb3": "test_the_first_steps_are_sampled_as_those_of_its_own_buffer",
+    "sb3, goals": "test_hindsight_says_what_it_needs",
+    "streams": "test_windows_do_not_cross_a_reset_outside_of_the_loop",
+    "streams, flashsac": "test_a_saved_buffer_of_flashsac_continues_with_new_episodes",
+    "skrl": "test_a_saved_memory_continues_with_new_episodes",
+    "minari": "test_a_dataset_comes_back_as_it_was",
+}
 
 
-def of_gymnasium(folder: Path) -> list[Any]:
-    from test_integrations_gymnasium import MODES, collect, made, pushes
-
-    env, found = made(MODES[0]), []
-    spaces = env.single_observation_space, env.single_action_space
-    for buffer in (TrajectoryReplayBuffer.from_env(env, 51, device="cpu"), ReplayBuffer.from_spaces(50, *spaces)):
-        progress = collect(env, pushes(), buffer, 20, seed=0)
-        found += [buffer, progress, collect(env, pushes(), buffer, 20, after=progress)]
-    env.close()
-    return found
-
-
-def of_torchrl(folder: Path) -> list[Any]:
-    from test_integrations_torchrl import filled
-
-    rb = filled(count=9, sampler=Proportional(), batch_size=4)
-    drawn = next(iter(rb))
-    drawn["td_error"] = torch.ones(4)
-    rb.update_tensordict_priority(drawn)
-    first = rb.buffer
-    rb.dumps(folder / "rb")
-    rb.loads(folder / "rb")
-    with suppress(CheckpointError):
-        rb.loads(folder / "none")
-    return [rb, first, rb.buffer]
-
-
-def of_sb3(folder: Path) -> list[Any]:
-    from test_integrations_sb3 import BOX, ENVS, SB3ReplayBuffer, play, spaces
-
-    made = []
-    for n_steps in (1, 3):
-        settings = {"sampler": Proportional(), "n_steps": n_steps, "gamma": 0.9}
-        rb = SB3ReplayBuffer(60, BOX, spaces.Discrete(2), "cpu", ENVS, **settings)
-        play([rb], 20)
-        rb.sample(4)
-        rb.errors.append(torch.ones(4, 1))
-        rb.feed_back()
-        with suppress(ValueError):
-            rb.sample(0)
-        made += [rb, rb.storage]
-    return made
-
-
-def of_goals(folder: Path) -> list[Any]:
-    from test_integrations_sb3 import SB3HerReplayBuffer, goal_steps
-    from test_integrations_sb3 import of_goals as made
-
-    rb = made(SB3HerReplayBuffer, 25)
-    for step in goal_steps(20):
-        rb.add(**step)
-    rb.sample(4)
-    return [rb, rb.storage]
-
-
-def of_fasttd3(folder: Path) -> list[Any]:
-    from test_integrations_streams import Stream, fasttd3_filled
-
-    rb = fasttd3_filled(Stream(20), 20, 50)
-    return [rb, rb.buffer, rb.sample(4)]
-
-
-def of_skrl(folder: Path) -> list[Any]:
-    from test_integrations_skrl import made, steps_of, store
-
-    memory = made(25, 2)
-    store(steps_of(20, 2, True), memory)
-    memory.sample(["observations"], batch_size=4)
-    first = memory.buffer
-    memory.save(str(folder / "memory"))
-    memory.load(str(folder / "memory"))
-    return [memory, first, memory.buffer]
-
-
-def of_minari(folder: Path) -> list[Any]:
-    from test_integrations_minari import SPACES, from_minari, small_dataset, to_minari
-
-    buffer = from_minari(small_dataset(), device="cpu")
-    to_minari(buffer, "test/two-v0", **SPACES)
-    return [buffer]
-
-
-@pytest.mark.parametrize("use", [of_gymnasium, of_torchrl, of_sb3, of_goals, of_fasttd3, of_skrl, of_minari])
+@pytest.mark.parametrize("name", USES)
 @pytest.mark.usefixtures("collector_off")
 @pytest.mark.filterwarnings("ignore::UserWarning:minari")
-def test_what_is_dropped_is_freed_at_once(use: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_is_dropped_is_freed_at_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, kept, init = import_module(f"test_integrations_{name.partition(',')[0]}"), [], Buffer.__init__
+
+    def noted(buffer: Buffer, *given: Any, **named: Any) -> None:
+        kept.append(weakref.ref(buffer))
+        init(buffer, *given, **named)
+
+    monkeypatch.setattr(Buffer, "__init__", noted)
     # a library may keep something at its first use
-    for name in ("first", "second"):
-        monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / name / "datasets"))
-        kept = [weakref.ref(each) for each in use(tmp_path / name)]
+    for turn in ("first", "second"):
+        kept.clear()
+        folder = tmp_path / turn
+        folder.mkdir()
+        monkeypatch.setenv("MINARI_DATASETS_PATH", str(folder / "datasets"))
+        given = {"tmp_path": folder, "mode": getattr(adapter, "MODES", [None])[0], "steps": 3}
+        test = getattr(adapter, USES[name])
+        test(**{each: given[each] for each in inspect.signature(test).parameters})
     assert kept
     assert [each() for each in kept] == [None] * len(kept)

@@ -196,7 +196,7 @@ def test_steps_that_never_follow_each_other_say_so() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_the_first_steps_are_sampled_as_those_of_its_own_buffer(steps: int) -> None:
-    ours = SB3ReplayBuffer(60, DICT, spaces.Discrete(2), "cpu", ENVS, n_steps=3, gamma=0.9)
+    ours = SB3ReplayBuffer(60, DICT, spaces.Discrete(2), "cpu", ENVS, sampler=Proportional(), n_steps=3, gamma=0.9)
     theirs = NStepReplayBuffer(60, BOX, spaces.Discrete(2), "cpu", ENVS, n_steps=3, gamma=0.9)
     play([ours], steps, DICT, endings=0.0)
     play([theirs], steps, endings=0.0)
@@ -208,6 +208,9 @@ def test_the_first_steps_are_sampled_as_those_of_its_own_buffer(steps: int) -> N
     torch.testing.assert_close(found.next_observations["a"], wanted.next_observations[others].float())
     for name in ("actions", "rewards", "discounts", "dones"):
         torch.testing.assert_close(getattr(found, name), getattr(wanted, name)[others])
+    ours.errors.append(torch.full((2 * ENVS, 1), 7.0))
+    ours.feed_back()
+    assert ours.storage.priorities(ours._keys).tolist() == pytest.approx([7.0] * 2 * ENVS)
 
 
 OURS = {sb3.DQN: PrioritizedDQN, sb3.SAC: PrioritizedSAC, sb3.TD3: PrioritizedTD3, sb3.DDPG: PrioritizedDDPG}

@@ -83,7 +83,6 @@ def test_parts_fit_their_time_and_programs_know_their_options(monkeypatch: Patch
             seen.add(" ".join(words[:2]))
             assert ("--no-graph" in words) == (words[0] == "train")
             assert ("--skip" in words) == (words[1] in ("host", "kernels", "gpu", "peers"))
-            assert ("--short" in words) == (part == "contact")
     benches = {f"bench {suite}" for suite in ("contact", "host", "kernels", "gpu", "peers")}
     assert seen >= {*benches, "train device-pong", "train pong"}
     ignored = [word for each in FEATURES.values() for word in each.fallback.get("pytest", [])]
@@ -193,10 +192,6 @@ def test_each_feature_costs_itself_alone(tmp_path: Path, monkeypatch: Patch, cap
     monkeypatch.setattr(first_contact, "FEATURES", {"good": features["good"]})
     first_contact.run(file, seconds=0)
     assert json.loads(file.read_text())["verdict"] == "SKIPPED"
-    # the short form leaves out what takes long
-    monkeypatch.setattr(first_contact, "FEATURES", {"good": features["good"], "old": Feature(crash, long=True)})
-    assert (first_contact.run(file, short=True), first_contact.run(tmp_path / "all.jsonl")) == (0, 1)
-    assert json.loads(file.read_text())["feature"] == "good"
 
 
 def script(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

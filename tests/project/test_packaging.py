@@ -28,37 +28,18 @@ pytestmark = [
     pytest.mark.skipif(os.name == "nt", reason="knows the folders of a POSIX environment"),
 ]
 
-# what an environment says of itself: every module of the package, the other distribution, and what is loaded by then
+# what an environment says: the name of the other distribution, and where modules are; some of them can be imported
 QUESTIONS = """
-import importlib, importlib.util, json, pathlib, sys
+import importlib.util, json, sys
 import kernels
 import gpu_replay
-names = json.loads(sys.argv[1])
-specs = {name: importlib.util.find_spec(name) for name in names}
-importlib.import_module("gpu_replay.bench.measure")
+specs = {name: importlib.util.find_spec(name) for name in json.loads(sys.argv[1])}
+import gpu_replay.bench.measure
 if importlib.util.find_spec("triton"):
-    importlib.import_module("gpu_replay.kernels.prefix_sum")
-print(json.dumps({
-    "files": {name: spec and spec.origin for name, spec in specs.items()},
-    "other": kernels.NAME,
-    "typed": (pathlib.Path(gpu_replay.__file__).parent / "py.typed").is_file(),
-    "beside": [name for name in ("gpu_replay", "tests", "docs") if importlib.util.find_spec(f"gpu_replay.{name}")],
-}))
+    import gpu_replay.kernels.prefix_sum
+print(json.dumps([kernels.NAME, {name: spec.origin for name, spec in specs.items() if spec}]))
 """
-
-# asked in the root of a checkout, without an installation
-ONCE = """
-import importlib.util, pathlib
-import gpu_replay
-import gpu_replay.kernels.constants
-from gpu_replay.bench import measure
-here = pathlib.Path.cwd()
-assert pathlib.Path(gpu_replay.__file__) == here / "gpu_replay" / "__init__.py"
-assert pathlib.Path(gpu_replay.kernels.constants.__file__) == here / "kernels" / "constants.py"
-assert pathlib.Path(measure.__file__) == here / "bench" / "measure.py"
-for name in ("gpu_replay", "tests", "docs"):
-    assert importlib.util.find_spec("gpu_replay." + name) is None, name
-"""
+BESIDE = ["gpu_replay.gpu_replay", "gpu_replay.tests", "gpu_replay.docs"]
 
 BUILD = """
 import os, sys, tarfile
@@ -105,10 +86,6 @@ class Environment:
         command = [sys.executable, "-m", "pip", "--python", self.python, "--quiet", "--disable-pip-version-check"]
         run([*command, "install", "--no-index", "--no-deps", "--no-build-isolation", *arguments])
 
-    def answers(self, checkout: Path, cwd: Path) -> dict[str, Any]:
-        command = [self.python, "-W", "error", "-c", QUESTIONS, json.dumps(list(sources(checkout)))]
-        return dict(json.loads(run(command, cwd=cwd)))
-
 
 def run(command: list[Any], cwd: Path | None = None) -> str:
     """What a command prints; a package that PYTHONPATH names counts as installed, so none is passed on."""
@@ -144,9 +121,11 @@ def test_the_source_distribution_can_be_tested_and_read(checkout: Path, built: P
         assert (unpacked / path).read_bytes() == (checkout / path).read_bytes()
 
 
-def test_a_checkout_holds_the_package_once(checkout: Path) -> None:
+def test_a_checkout_holds_the_package_once() -> None:
     """Its root lies beside the package, and would offer every folder there as a part of it, the package included."""
-    run([sys.executable, "-W", "error", "-c", ONCE], cwd=checkout)
+    modules = sources(ROOT)
+    found = {name: spec.origin for name in [*modules, *BESIDE] if (spec := importlib.util.find_spec(name))}
+    assert found == {name: str(path) for name, path in modules.items()}
 
 
 def test_the_wheel_holds_the_package_and_nothing_beside_it(checkout: Path, wheel: Path) -> None:
@@ -194,14 +173,14 @@ def test_every_installation_finds_all_modules(tmp_path: Path, checkout: Path, wh
     if name != "wheel":
         later.touch()
     try:
+        modules = sources(checkout)
+        question = [environment.python, "-W", "error", "-c", QUESTIONS, json.dumps([*modules, *BESIDE])]
         for cwd in (tmp_path / "elsewhere", checkout):
-            answers = environment.answers(checkout, cwd)
-            assert answers["other"] == "the other distribution"
-            assert answers["typed"]
-            assert answers["beside"] == []
-            for module, path in sources(checkout).items():
-                assert answers["files"][module] is not None, f"{module} cannot be imported from {cwd}"
-                assert Path(answers["files"][module]).read_bytes() == path.read_bytes()
+            other, found = json.loads(run(question, cwd=cwd))
+            assert other == "the other distribution"
+            assert found.keys() == modules.keys(), f"of {cwd}"
+            for module, path in modules.items():
+                assert Path(found[module]).read_bytes() == path.read_bytes()
     finally:
         later.unlink(missing_ok=True)
 

@@ -1,4 +1,5 @@
-"""What the tests know of the inside of the package: public names, but for one list with a reason each."""
+"""What the tests know of the inside of the package: public names, but for one list with a reason each. And that every
+sampler is public, explained and tested."""
 
 from __future__ import annotations
 
@@ -6,7 +7,13 @@ import ast
 import re
 from pathlib import Path
 
+from programs import SAMPLERS
 from test_architecture import PACKAGE, nodes
+from test_distributions import SAMPLED
+
+import gpu_replay
+from gpu_replay.console import sizes
+from gpu_replay.samplers import Combined, Latest, Sampler
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
@@ -50,3 +57,29 @@ def test_no_test_knows_the_inside_without_a_reason() -> None:
     assert {(file, name) for file, name in found if not known(name)} == set()
     # no reason outlives what it was given for
     assert [each for each in KNOWN if not any(f".{each}." in f"{name}." for _, name in found)] == []
+
+
+# what a new class of `samplers.py` lacks
+
+KINDS = {name: kind for name, kind in Sampler.kinds.items() if kind.__module__ == Sampler.__module__}
+
+
+def has(kind: type[Sampler]) -> dict[str, bool]:
+    """What a sampler must have, and whether it has it."""
+    page = (ROOT / "docs" / "choosing.md").read_text()
+    explained = re.findall(r"^\| `(\w+)\(", page[page.index("## Which sampler") :], re.MULTILINE)
+    played = {name: type(sampler) for name, sampler in SAMPLERS.items()}
+    return {
+        "a name in gpu_replay.__all__": kind.__name__ in gpu_replay.__all__,
+        "a row in docs/choosing.md": kind.__name__ in explained,
+        "kernel in its class": "kernel" in vars(kind) or kind in (Combined, Latest),
+        # which models, checkpoints and shards go through
+        "an entry in SAMPLERS of tests/helpers/programs.py": kind in played.values(),
+        "its exact distribution in SAMPLED of test_distributions.py": kind in [played[name] for name in SAMPLED],
+        "a choice of gpu-replay estimate": kind in map(type, sizes.SAMPLERS.values()),
+    }
+
+
+def test_every_sampler_is_public_explained_and_tested() -> None:
+    assert len(KINDS) >= 5
+    assert {(name, what) for name, kind in KINDS.items() for what, there in has(kind).items() if not there} == set()
