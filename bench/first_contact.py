@@ -44,7 +44,7 @@ from gpu_replay.engines import memory
 from gpu_replay.graphs.capture import CaptureError, CudaGraphCall
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops import launch as launches
-from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
+from gpu_replay.ops.ranks import inclusive_prefix_sum
 
 from . import kernels, ours
 from .measure import Plan, cuda_clock, measure

@@ -231,7 +231,7 @@ class DeviceSampler:
             key, probability, weight = integers(), floats(), floats()
             ranked: tuple[Tensor, ...] = ()
             if ranks is not None and by_rank:
-                ranked = ranks.sums, *ranks.current(state.masses, self.order.captures)
+                ranked = ranks.current(state.masses, self.order.captures)
             draw(ranked, (slots, key, probability, masses, lowest))
             tensors = gather(slots, (slots, masses, weight, lowest), fixed if beta is None else beta)
             tensors["key"], tensors["probability"], tensors["weight"] = key, probability, weight

@@ -20,7 +20,7 @@ from gpu_replay.loops.ring import FIXED, LARGEST_EVER, LARGEST_STORED
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import NO_KEY, Counter, new_counters
 from gpu_replay.ops.masses import DeviceMasses, MassTree, OrderRule, Rule
-from gpu_replay.ops.ranks import DeviceRanks, host_ranks_bytes
+from gpu_replay.ops.ranks import device_ranks_bytes, host_ranks_bytes
 from gpu_replay.ops.ring import commit
 from gpu_replay.ops.steps import Flag, Streams, StreamShape
 from gpu_replay.samplers import Sampler
@@ -188,8 +188,7 @@ def sizes_of(storage: Storage, sampler: Sampler, backend: Backend) -> dict[str, 
         if not base.summed and backend == "host":
             sizes["ranks"] = host_ranks_bytes(slots)
         elif not base.summed:
-            sums = torch.empty(slots, dtype=torch.int64, device=META)
-            sizes["ranks"] = DeviceRanks(slots, base.alpha, state.counters, sums).nbytes
+            sizes["ranks"] = device_ranks_bytes(slots)
     return sizes if state.eligible_tree is None else sizes | {"marks": state.eligible_tree.nbytes}
 
 
