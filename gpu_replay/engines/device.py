@@ -64,10 +64,7 @@ class DeviceSampler:
         if base.prioritized and not base.summed:
             self._ranks = DeviceRanks(state.slots, base.alpha, self.counters)
         if state.tree is not None:
-            initial = 1.0 if isinstance(base.initial, str) else float(base.initial)
-            self.masses = DeviceMasses(state.tree, state.rule, state.rule.mass(initial))
-        # where the initial mass of new transitions is found, if it is among the counters
-        self.initial_counter = {"running": Counter.MAX_MASS, "stored": Counter.HIGHEST}.get(str(base.initial))
+            self.masses = DeviceMasses(state.tree, state.rule, state.initial)
         if isinstance(base.beta, LinearSchedule):
             parts = [base.beta.start, base.beta.end - base.beta.start, float(base.beta.steps)]
             self._schedule = torch.tensor(parts, dtype=torch.float64, device=self.device)
@@ -305,8 +302,7 @@ class DeviceEngine:
         self._samples = per_arguments(make_sample)
 
         def make(rows: int, dtype: torch.dtype | None) -> tuple[Callable[[], Tensor], Add]:
-            times_sampled, given = storage.times_sampled, dtype is not None
-            add = make_add(stores, fields, masses, counters, times_sampled, rows, sampling.initial_counter, given=given)
+            add = make_add(stores, fields, masses, counters, storage.times_sampled, rows, given=dtype is not None)
             return allocator((rows,), torch.int64, sampling.device), add
 
         # by the number of rows and the dtype of their priorities

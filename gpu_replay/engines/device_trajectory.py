@@ -56,9 +56,9 @@ class TrajectoryDeviceEngine:
         streams, stores, fields, counters = storage.streams, storage.tensors, storage.fields, sampling.counters
         self._new_keys = allocator((self._shape.num_envs,), torch.int64, sampling.device)
         # by the dtype of priorities, and whether final observations come with the step
-        new = partial(make_add_step, stores, fields, streams, sampling.masses, sampling.state.eligible_tree, counters)
-        sampled, initial = storage.times_sampled, sampling.initial_counter
-        self._steps = per_arguments(lambda dtype, final: new(sampled, storage.finals if final else {}, initial))
+        new = partial(make_add_step, stores, fields, streams, sampling.masses, sampling.state.trees, counters)
+        sampled, finals = storage.times_sampled, storage.finals
+        self._steps = per_arguments(lambda dtype, final: new(sampled, finals if final else {}))
         # windows to read, by their number
         self._windows = per_arguments(lambda batch: make_gather_windows(storage, batch, powers, counters))
         # single steps, by their number

@@ -15,13 +15,14 @@ from gpu_replay.engines.host import HostSampler
 from gpu_replay.engines.storage import check_live
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.fields import as_numpy
+from gpu_replay.loops import steps as step_loops
 from gpu_replay.loops import windows as window_loops
 from gpu_replay.loops.goals import choose_goals
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import PERMUTATION_WORDS, permuted_ranks
 from gpu_replay.ops.hindsight import GoalRows, Strategy, gather_goals, goal_sums, goal_words, put_goals
-from gpu_replay.ops.ring import BatchMemory, as_sampled, parts_of, put
-from gpu_replay.ops.steps import NONE_KEPT, Flag, GivenFinals, HostSteps, endings, powers_of
+from gpu_replay.ops.ring import BatchMemory, as_sampled, commit, contiguous, parts_of, put
+from gpu_replay.ops.steps import Flag, GivenFinals, endings, powers_of, warn_of_flaw
 from gpu_replay.ops.windows import FrameStore, gather_stacks
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 # where the final observations of the only step are
 _FIRST = np.zeros(1, dtype=np.int64)
+# no masses, and no places of final observations
+_NOTHING, _NOWHERE = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
+# raises KeyError for steps that were refused
+_TAKEN = {False: None}
 
 
 class TrajectoryHostEngine:
@@ -47,8 +52,15 @@ class TrajectoryHostEngine:
         self._storage = storage
         rows = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}
         rewards, powers = rows.pop("reward"), powers_of(storage.gamma, shape.n_step)
-        trees, ring = (state.tree, state.eligible_tree), (sampling.counters, rewards, sampling.times_sampled)
-        self._steps = HostSteps(storage.streams, trees, state.initial, *ring)
+        rule = shape.length, shape.strict, shape.stride
+        # the last one: nobody has been warned of a flawed ending
+        settings = shape.num_envs, shape.stack, shape.next_step, *state.initial, shape.terminal, *rule, 1
+        self._settings = np.array(settings, dtype=np.int64)
+        metadata = [each.numpy().reshape(-1) for each in self._streams.tensors]
+        tree, *ones = [each.host for each in state.trees]
+        trees = *tree, *(ones[0][:2] if ones else (_NOTHING, _NOTHING))
+        ring = *metadata, rewards, sampling.times_sampled, sampling.counters
+        self._add_steps, self._add_arguments = step_loops.add_steps.compiled(), (self._settings, *ring, *trees)
         self._flags, self._rewards = storage.streams.flags.numpy(), rewards
         depth, final = storage.streams.depth.numpy(), storage.streams.final.numpy()
         layout = shape.num_envs, shape.next_step, storage.padding == "zero"
@@ -117,15 +129,36 @@ class TrajectoryHostEngine:
         """Make the writes of fields and all else that these steps change, together or not at all; returns `keys`.
 
         steps: terminated, truncated and rewards.
+
+        Warns of the first flawed ending, before anything changes.
         """
-        masses, saturated, state, kept = None, 0, self.sampling.state, NONE_KEPT
+        masses, places, saturated, state = _NOTHING, _NOWHERE, 0, self.sampling.state
         if priorities is not None and state.tree is not None:
             masses, _, saturated = state.rule.masses(priorities.reshape(-1))
-        if finals is not None:
-            kept = self._steps.keep(steps[0], steps[1], finals)
-            rows = [as_numpy(finals.rows[name])[kept.given] for name in self._pools]
-            writes = chain(writes, map(put, self._pools.values(), repeat(kept.pool), rows))
-        return self._steps.add(steps, masses, saturated, kept, keys, writes)
+        ended, cut, rewards = steps
+        # arrays of a step mostly lie end to end
+        if ended.ndim > 1 or not (ended.flags.carray and cut.flags.carray and rewards.flags.carray):
+            ended, cut, rewards = map(contiguous, steps)
+        if finals is not None and (ended.any() or cut.any()):
+            places, given, pool = self._places(ended, cut, finals.place)
+            rows = [as_numpy(finals.rows[name])[given] for name in self._pools]
+            writes = chain(writes, map(put, self._pools.values(), repeat(pool), rows))
+        call = ended, cut, rewards, masses, places, saturated, *self._add_arguments
+        try:
+            # the loop comes first: where it refuses, nothing is written
+            return commit(keys, map(_TAKEN.__getitem__, starmap(self._add_steps, (call,))), writes)
+        except KeyError:
+            warn_of_flaw(self._shape)
+            self._settings[-1] = 0
+        return commit(keys, starmap(self._add_steps, (call,)), writes)
+
+    def _places(self, ended: np.ndarray, cut: np.ndarray, place_of: np.ndarray) -> tuple[np.ndarray, ...]:
+        """As `place_finals`: the row of the pool of each step, and which of the given rows go to which of the pool."""
+        places, moves, shape = np.empty(ended.size, np.int32), np.empty((2, ended.size), np.int64), self._shape
+        owned = self._streams.owner.numpy(), self._flags, self.sampling.counters
+        kinds, place = (shape.num_envs, shape.terminal, shape.hindsight), step_loops.place_finals.compiled()
+        count = place(ended, cut, contiguous(place_of), places, moves, *owned, *kinds)
+        return places, *moves[:, :count]
 
     def break_streams(self, envs: Tensor | np.ndarray) -> None:
         """The next step of these environments, a bool (num_envs,), is the first of an episode."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.storage import Storage
-from gpu_replay.loops.ring import FIXED, LARGEST_EVER, LARGEST_STORED
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import NO_KEY, Counter, new_counters
 from gpu_replay.ops.masses import DeviceMasses, MassTree, OrderRule, Rule
@@ -27,7 +26,7 @@ from gpu_replay.samplers import Sampler
 
 # where tensors have sizes and no memory
 META = torch.device("meta")
-_SOURCES = {"running": LARGEST_EVER, "stored": LARGEST_STORED}
+_SOURCES = {"running": Counter.MAX_MASS, "stored": Counter.HIGHEST}
 
 
 class SamplerState:
@@ -74,19 +73,19 @@ class SamplerState:
 
     @property
     def initial(self) -> tuple[int, int]:
-        """The source from which loops take the mass of new transitions, and its fixed or first value."""
+        """The counter that has the mass of new transitions, -1 for none, and what it is without that, or before any."""
         setting = self.base.initial
         if self.tree is None:
             # every start counts one
-            return FIXED, 1
-        return _SOURCES.get(str(setting), FIXED), self.rule.mass(1.0 if isinstance(setting, str) else float(setting))
+            return -1, 1
+        return _SOURCES.get(str(setting), -1), self.rule.mass(1.0 if isinstance(setting, str) else float(setting))
 
     def initial_mass(self) -> int:
         """The mass that a start without a priority of its own gets now; on CUDA this waits for the device."""
         source, mass = self.initial
-        if source == LARGEST_EVER:
-            return int(self.counters[Counter.MAX_MASS]) or mass
-        return (int(self.masses.masses.max()) or mass) if source == LARGEST_STORED else mass
+        if source == Counter.HIGHEST:
+            self.counters[source] = self.masses.masses.max()
+        return (int(self.counters[source]) if source >= 0 else 0) or mass
 
     @property
     def masses(self) -> MassTree:
@@ -183,7 +182,7 @@ def sizes_of(storage: Storage, sampler: Sampler, backend: Backend) -> dict[str, 
     sizes = storage.sizes
     if state.tree is not None:
         # on a device each slot also has a stamp, which finds the last of repeated keys
-        stamps = 0 if backend == "host" else DeviceMasses(state.tree, state.rule, 1).stamps.nbytes
+        stamps = 0 if backend == "host" else DeviceMasses(state.tree, state.rule, state.initial).stamps.nbytes
         sizes["priorities"] = state.tree.nbytes + stamps
         if not base.summed and backend == "host":
             sizes["ranks"] = host_ranks_bytes(slots)

@@ -230,12 +230,16 @@ Add = Callable[[Mapping[str, Tensor], Tensor | None, Tensor, bool], None]
 
 
 class DeviceMasses:
-    """Arguments of the mass kernels: a tree, the numbers of its rule and, for updates, one stamp per slot."""
+    """Arguments of the mass kernels: a tree, the numbers of its rule and, for updates, one stamp per slot.
 
-    def __init__(self, tree: MassTree, rule: Rule, initial: int) -> None:
+    initial: the counter that has the mass of new transitions, -1 for none, and what it is without that, or before any.
+    """
+
+    def __init__(self, tree: MassTree, rule: Rule, initial: tuple[int, int]) -> None:
         device = tree.levels[0].device
         self.tree = tree
-        masses = torch.tensor([initial, rule.limit], dtype=torch.int64, device=device)
+        self.source, mass = initial
+        masses = torch.tensor([mass, rule.limit], dtype=torch.int64, device=device)
         numbers = torch.tensor([rule.alpha, rule.eps, rule.clip], dtype=torch.float64, device=device)
         # order codes are made without numbers
         self.rule = (masses,) if rule.ordered else (masses, numbers)
@@ -289,15 +293,13 @@ def make_add(
     counters: Tensor,
     times_sampled: Tensor,
     rows: int,
-    initial_counter: int | None,
     *,
     given: bool,
 ) -> Add:
     """Device: store `rows` transitions with their masses, and put their keys into a (rows,) int64. One launch changes
     all that changes, so that nothing comes between.
 
-    initial_counter: where the initial mass is found if it is there; else it is the one given to `masses`.
-    given:  whether they come with priorities, all of one dtype.
+    given: whether they come with priorities, all of one dtype.
     """
     from gpu_replay.kernels.masses import add_kernel
 
@@ -322,9 +324,9 @@ def make_add(
         LAYOUT=layout,
         BLOCKS=blocks,
         GIVEN=given,
-        SOURCE=-1 if initial_counter is None else initial_counter,
+        SOURCE=-1 if masses is None else masses.source,
     )
-    looks_up = masses if initial_counter == Counter.HIGHEST else None
+    looks_up = masses if masses is not None and masses.source == Counter.HIGHEST else None
 
     def add(values: Mapping[str, Tensor], priorities: Tensor | None, keys: Tensor, ready: bool) -> None:
         if looks_up is not None:
