@@ -21,9 +21,9 @@ from gpu_replay.loops.goals import choose_goals
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import PERMUTATION_WORDS, permuted_ranks
 from gpu_replay.ops.hindsight import GoalRows, Strategy, gather_goals, goal_sums, goal_words, put_goals
-from gpu_replay.ops.ring import BatchMemory, as_sampled, commit, contiguous, parts_of, put
+from gpu_replay.ops.ring import as_sampled, commit, contiguous, parts_of, put
 from gpu_replay.ops.steps import Flag, GivenFinals, endings, powers_of, warn_of_flaw
-from gpu_replay.ops.windows import FrameStore, gather_stacks
+from gpu_replay.ops.windows import make_gather_stacks
 
 if TYPE_CHECKING:
     from gpu_replay.hindsight import Hindsight
@@ -70,11 +70,10 @@ class TrajectoryHostEngine:
         by_step = shape.steps, shape.num_envs
         self._rings = [each.reshape(*by_step, *each.shape[1:]) for each in rows.values()]
         fields, seen = storage.fields, [name for name in rows if name in storage.observations]
-        self._stacked = [(name, FrameStore.of(rows[name], self._pools.get(name), fields[name])) for name in seen]
+        self._stacks = {each: make_gather_stacks(rows[each], self._pools.get(each), fields[each]) for each in seen}
         names = [*seen, *(name for name in rows if name not in seen)]
         self._stored = [(name, rows[name], as_sampled(fields[name])) for name in names]
         self._single = self._stored[len(seen) :]
-        self._outputs = BatchMemory()
         self._ahead = storage.read_ahead()
         if shape.hindsight:
             streams = storage.streams
@@ -211,8 +210,8 @@ class TrajectoryHostEngine:
             ahead.begin(np.maximum(frame_slots, 0))
         out, after = {}, {}
         # the stacks before and after in one gather: an operation costs as much as the copy of a small batch
-        for name, frames in self._stacked:
-            out[name], after[f"next_{name}"] = gather_stacks(frames, frame_slots, self._outputs, name)
+        for name, gather in self._stacks.items():
+            out[name], after[f"next_{name}"] = gather(frame_slots)
         for name, rows, sampled in self._single:
             out[name] = sampled(rows.take(slots, 0))
         if ahead is not None:
