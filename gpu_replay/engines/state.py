@@ -18,7 +18,7 @@ from torch import Tensor
 from gpu_replay.engines.storage import Storage
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import NO_KEY, Counter, new_counters
-from gpu_replay.ops.masses import DeviceMasses, MassTree, OrderRule, Rule
+from gpu_replay.ops.masses import DeviceMasses, MassRule, MassTree
 from gpu_replay.ops.ranks import device_ranks_bytes, host_ranks_bytes
 from gpu_replay.ops.ring import commit
 from gpu_replay.ops.steps import Flag, Streams, StreamShape
@@ -90,22 +90,17 @@ class SamplerState:
     @property
     def masses(self) -> MassTree:
         """The tree of masses or codes, for samplers with priorities."""
-        return self._required(self.tree, "priorities")
+        return self.trees[0]
 
     @property
     def eligible(self) -> MassTree:
         """A trajectory buffer's tree with 0 for steps that are not eligible: of ones if it has that, else of masses."""
-        return self._required(self.eligible_tree or self.tree, "eligible starts")
+        return self.trees[-1]
 
     @property
     def summed(self) -> MassTree | None:
         """The tree of masses; None for draws that know no masses."""
         return self.tree if self.base.summed else None
-
-    def _required(self, tree: MassTree | None, what: str) -> MassTree:
-        if tree is None:
-            raise RuntimeError(f"a buffer that samples by {self.sampler} keeps no tree of {what}.")
-        return tree
 
     def clear(self) -> None:
         """Make nothing eligible; keys and statistics go on."""
@@ -193,8 +188,6 @@ def sizes_of(storage: Storage, sampler: Sampler, backend: Backend) -> dict[str, 
 
 # no counter comes near it in a lifetime, and sums of a few of them still are int64
 _MOST = 2**62
-# the largest code of `OrderRule`
-_LAST_CODE = OrderRule().mass(np.finfo(np.float64).max)
 # what of a state has another form where rows or samplers are of another kind
 SPECIFIC = ("masses", "marks", "streams.pending")
 
@@ -208,23 +201,14 @@ class StateLayout:
     stream: StreamShape | None = None
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> MassRule:
         """How priorities become masses or codes."""
         return self.sampler.base.rule(self.slots)
-
-    @property
-    def most(self) -> int:
-        """The largest mass or code of one slot."""
-        return min(self.rule.limit, _LAST_CODE) if self.rule.ordered else self.rule.limit
 
     @property
     def num_envs(self) -> int:
         """Slots that are written together."""
         return 1 if self.stream is None else self.stream.num_envs
-
-    def written(self, counters: Mapping[str, int]) -> int:
-        """Slots that were ever written."""
-        return min(counters["ADDED"], self.slots)
 
     def specific(self, written: int) -> dict[str, Tensor]:
         """Memory on the CPU for what the state of such a buffer keeps in a form of its own."""
@@ -237,20 +221,21 @@ class StateLayout:
 def check_state(layout: StateLayout, counters: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError for numbers, in tensors of the right shapes, that could lead out of a buffer's memory."""
     added, first, envs, shape = counters["ADDED"], counters["FIRST"], layout.num_envs, layout.stream
+    largest = layout.rule.limit
     for name, count in counters.items():
         _require(0 <= count < _MOST or name == "TOP", f"counter {name} is {count}")
     _require(first <= added and not added % envs and not first % envs, f"FIRST is {first} and ADDED {added}")
-    _require(not layout.sampler.base.prioritized or counters["TOP"] <= layout.most, f"TOP is {counters['TOP']}")
+    _require(not layout.sampler.base.prioritized or counters["TOP"] <= largest, f"TOP is {counters['TOP']}")
     bounds: dict[str, tuple[int, int | None]] = {
         "times_sampled": (0, None),
-        "masses": (0, layout.most),
+        "masses": (0, largest),
         "marks": (0, 1),
     }
     if shape is not None:
         bounds |= {
             "streams.flags": (0, 2 * Flag.EXCLUDED - 1),
             "streams.depth": (0, added // envs),
-            "streams.pending": (0, layout.most),
+            "streams.pending": (0, largest),
             "streams.final": (0, shape.finals - 1),
             "streams.owner": (-1, added - 1),
             "streams.spans": (-1, None),
@@ -268,23 +253,6 @@ def check_state(layout: StateLayout, counters: Mapping[str, int], tensors: Mappi
 def _require(holds: bool, what: str) -> None:
     if not holds:
         raise ValueError(f"the state contradicts itself: {what}.")
-
-
-def drawable(layout: StateLayout, counters: Mapping[str, int], tensors: Mapping[str, Tensor]) -> Tensor:
-    """(written,) bool: which slots hold a whole transition. The stream tensors among these are looked at, which say of
-    steps that they were excluded.
-    """
-    added = counters["ADDED"]
-    first = max(counters["FIRST"], added - layout.slots)
-    mask = torch.zeros(layout.written(counters), dtype=torch.bool)
-    slots = torch.arange(first, added) % layout.slots
-    if layout.stream is None:
-        mask[slots] = True
-    elif slots.numel():
-        flags, depth = [tensors[f"streams.{name}"][slots].view(-1, layout.num_envs) for name in ("flags", "depth")]
-        targets = has_target(layout.stream, flags)
-        mask[slots] = starts(layout.stream, flags, depth, targets, first // layout.num_envs).reshape(-1)
-    return mask
 
 
 def starts(shape: StreamShape, flags: Tensor, depth: Tensor, targets: Tensor, first: int) -> Tensor:
@@ -374,16 +342,20 @@ def change_kind(
             "out with. Load it with Proportional(alpha=0), which is uniform too."
         )
     given = turned(before, after, given)
-    if shape is None or before.stream == shape:
-        begins = drawable(after, counters, {}) if old is None else old > 0
+    begins = torch.zeros(min(counters["ADDED"], after.slots), dtype=torch.bool)
+    if old is not None and before.stream == shape:
+        begins = old > 0
+    elif shape is None:
+        begins[slots] = True
     else:
-        flags = tensors["streams.flags"].cpu()
+        flags, depth = (tensors[f"streams.{name}"].cpu() for name in ("flags", "depth"))
         flags &= ~Flag.TARGET & 0xFF
+        there = flags[slots].view(-1, envs)
+        targets = has_target(shape, there)
         if shape.length:
-            there = flags[slots].view(-1, envs)
-            flags[slots] |= (has_target(shape, there).reshape(-1) * Flag.TARGET).to(torch.uint8)
+            flags[slots] |= (targets.reshape(-1) * Flag.TARGET).to(torch.uint8)
         tensors["streams.flags"].copy_(flags)
-        begins = drawable(after, counters, {"streams.flags": flags, "streams.depth": tensors["streams.depth"].cpu()})
+        begins[slots] = starts(shape, there, depth[slots].view(-1, envs), targets, first).reshape(-1)
     if "marks" in tensors:
         tensors["marks"].copy_(begins)
     if "masses" in tensors:

@@ -44,7 +44,7 @@ TOP_EXPONENT = 42.5
 class MassRule:
     """How one buffer turns priorities into masses.
 
-    limit: largest mass of one slot.
+    limit: largest mass of one slot. ordered: whether they are order codes instead, see `OrderRule`.
     """
 
     ordered: ClassVar[bool] = False
@@ -63,7 +63,7 @@ class MassRule:
         """The (B,) int64 masses of (B,) finite float32 or float64 priorities, the largest of them, and how many were
         cut. B is at least 1.
         """
-        masses = loops.masses.compiled()(self.numbers(priorities), False)
+        masses = loops.masses.compiled()(self.numbers(priorities), self.ordered)
         largest, saturated = int(masses.max()), 0
         if largest > self.limit:
             largest, saturated = self.limit, int(np.count_nonzero(masses > self.limit))
@@ -100,39 +100,29 @@ class MassRule:
 
 
 @dataclass(frozen=True)
-class OrderRule:
-    """Turns priorities into order codes, for draws by rank; has the fields of `MassRule`, which it does not use.
+class OrderRule(MassRule):
+    """Turns priorities into order codes, for draws by rank, without the numbers by which masses are made.
 
     code = bits of the float64 |priority|, plus 1: the bits of numbers that are not negative ascend with them, so codes
     compare as priorities do, exactly. A slot that must not be drawn has code 0. Sums of codes mean nothing.
+
+    limit: the code of the largest float64, so that none is ever cut.
     """
 
     ordered: ClassVar[bool] = True
 
-    alpha: ClassVar[float] = 0.0
-    eps: ClassVar[float] = 0.0
-    clip: ClassVar[float] = math.inf
-    limit: ClassVar[int] = 2**63 - 1
+    alpha: float = 0.0
+    eps: float = 0.0
+    clip: float = math.inf
+    limit: int = 2**63 - 2**52
 
     def numbers(self, priorities: np.ndarray) -> np.ndarray:
         """(B,) float64: |priority| of (B,) finite priorities, whose bits make the codes."""
         return np.abs(priorities, dtype=np.float64)
 
-    def masses(self, priorities: np.ndarray) -> tuple[np.ndarray, int, int]:
-        """The (B,) int64 codes of (B,) finite priorities, the largest of them, and 0: none is ever cut."""
-        codes = loops.masses.compiled()(self.numbers(priorities), True)
-        return codes, int(codes.max()), 0
-
-    def mass(self, priority: float) -> int:
-        """The code of one priority."""
-        return self.masses(np.array([priority], dtype=np.float64))[1]
-
     def priorities(self, codes: np.ndarray) -> np.ndarray:
         """The (B,) float64 priorities of (B,) int64 codes above 0, exactly."""
         return (codes - 1).view(np.float64)
-
-
-Rule = MassRule | OrderRule
 
 
 def fanout_for(backend: Backend) -> int:
@@ -140,16 +130,12 @@ def fanout_for(backend: Backend) -> int:
     return 16 if backend == "host" else 32
 
 
-def root_limit_for(backend: Backend) -> int:
-    """Nodes of the root at most: the host's loops scan thousands at once, a kernel one block."""
-    return ROOT_LIMIT if backend == "host" else fanout_for(backend)
-
-
 def level_sizes(slots: int, backend: Backend, summed: bool) -> list[int]:
     """Nodes of each level, leaves first, each padded to whole blocks; without sums leaves alone."""
     fanout = fanout_for(backend)
-    sizes = [-(-slots // fanout) * fanout]
-    while summed and sizes[-1] > root_limit_for(backend):
+    # of the root the host's loops scan thousands of nodes at once, a kernel one block
+    most, sizes = ROOT_LIMIT if backend == "host" else fanout, [-(-slots // fanout) * fanout]
+    while summed and sizes[-1] > most:
         sizes.append(-(-(sizes[-1] // fanout) // fanout) * fanout)
     return sizes
 
@@ -235,7 +221,7 @@ class DeviceMasses:
     initial: the counter that has the mass of new transitions, -1 for none, and what it is without that, or before any.
     """
 
-    def __init__(self, tree: MassTree, rule: Rule, initial: tuple[int, int]) -> None:
+    def __init__(self, tree: MassTree, rule: MassRule, initial: tuple[int, int]) -> None:
         device = tree.levels[0].device
         self.tree = tree
         self.source, mass = initial
