@@ -107,7 +107,10 @@ class Buffer(StatefulBuffer):
         """
         with self._alone():
             key = validation.as_keys(keys, self._device).to(self._device).clone()
-            return Batch({**self._engine.read(key), "key": key})
+            slots = key % self._state.slots
+            eligible = self._state.eligible.masses[slots] > 0 if self._tracks_eligibility else True
+            check_live(key, *self._sampling.span(), eligible)
+            return Batch({**self._engine.read(slots), "key": key})
 
     def keys(self, eligible: bool = False) -> Tensor:
         """The live keys, (size,) int64 on the buffer's device, oldest first.
@@ -165,7 +168,7 @@ class Buffer(StatefulBuffer):
             if start >= end:
                 return None
             keys = torch.arange(start, min(start + rows, end), device=self._device)
-            return Batch({**self._engine.stored(keys), "key": keys})
+            return Batch({**self._engine.stored(keys % self._state.slots), "key": keys})
 
     def epoch(self, batch_size: int, *, shuffle: bool = True) -> Iterator[Batch]:
         """Iterate over every row that can be sampled now, each once, `batch_size` rows at a time; the last batch may be
@@ -211,7 +214,8 @@ class Buffer(StatefulBuffer):
                 fits = torch.nonzero(self._can_be_sampled(keys[:rows]))[: rows - len(chosen), 0]
                 chosen = torch.cat((chosen, keys[fits]))
                 keys = keys[rows if len(chosen) < rows else int(fits[-1]) + 1 :]
-            return (Batch({**self._engine.read(chosen), "key": chosen}) if len(chosen) else None), keys
+            slots = chosen % self._state.slots
+            return (Batch({**self._engine.read(slots), "key": chosen}) if len(chosen) else None), keys
 
     def priorities(self, keys: Any) -> Tensor:
         """Return the priorities of these live keys, (m,) float64 on the buffer's device.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpu_replay.engines.memory import seen_from
 from gpu_replay.engines.state import SamplerState
-from gpu_replay.engines.storage import Storage, check_live
+from gpu_replay.engines.storage import Storage
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import DeviceRandom, make_chosen_draw, make_draw
@@ -210,7 +210,6 @@ class DeviceSampler:
                 state.slots,
                 tree=state.tree,
                 starts=state.eligible_tree,
-                tracks_eligibility=state.tracks_eligibility,
                 stratified=base.stratified,
                 normalize_over_buffer=base.normalize == "buffer",
                 replacement=base.replacement,
@@ -277,9 +276,8 @@ class DeviceSampler:
         with self.order:
             here, rows = self.moved(keys), {name: self.moved(value) for name, value in values.items()}
             self.order.reads((here, *rows.values()))
-            if here.numel():
-                stores = {name: seen_from(self.device, self._storage.tensors[name]) for name in rows}
-                write_rows(stores, here, rows, self.counters, self.state.slots)
+            stores = {name: seen_from(self.device, self._storage.tensors[name]) for name in rows}
+            write_rows(stores, here, rows, self.counters, self.state.slots)
 
 
 class DeviceEngine:
@@ -343,11 +341,10 @@ class DeviceEngine:
         with self.sampling.order:
             return self._samples(batch, beta is None)(beta)
 
-    def read(self, keys: Tensor) -> dict[str, Tensor]:
-        """The stored transitions of these keys; KeyError naming the first that is not live. Waits for the device."""
+    def read(self, slots: Tensor) -> dict[str, Tensor]:
+        """The transitions that are stored in these slots."""
         with self.sampling.order:
-            check_live(keys, *self.sampling.span())
-            return self._reads(keys.shape[0])(keys % self._storage.capacity)
+            return self._reads(slots.shape[0])(slots)
 
     # all that is stored can be read
     stored = read

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.device import DeviceSampler, Sample
-from gpu_replay.engines.storage import check_live
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.fields import Field
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.hindsight import gather_goals, goal_blocks, goal_sums, make_choose_goals, put_goals
+from gpu_replay.ops.hindsight import goal_blocks, goal_sums, make_choose_goals
 from gpu_replay.ops.launch import allocator, per_arguments
 from gpu_replay.ops.ring import Finish, Gather, make_gather
 from gpu_replay.ops.steps import (
@@ -77,7 +76,7 @@ class TrajectoryDeviceEngine:
             return sampling.make_sample(batch, scheduled, make)
 
         def make_relabeled(batch: int, relabel: Hindsight, count: int, end: Finish) -> Gather:
-            achieved, desired = relabel.achieved_field, relabel.desired_field
+            achieved = relabel.achieved_field
             windows = make_gather_windows(storage, batch, powers, counters)
             before = end.blocks - goal_blocks(count, relabel.strategy)
             choose = make_choose_goals(streams, batch, counters, count, relabel.strategy, sums, before)
@@ -85,13 +84,10 @@ class TrajectoryDeviceEngine:
             raw = {achieved: Field(fields[achieved].shape, fields[achieved].dtype)}
             rows = make_gather({achieved: stores[achieved]}, raw, count, counters)
             finish = make_gather({}, {}, batch, counters, end)
-            pool, field, stack = storage.finals.get(achieved), fields[desired], streams.shape.stack
 
             def gather(slots: Tensor, *arguments: Any) -> dict[str, Tensor]:
                 tensors, chosen = windows(slots), choose(slots)
-                goals = gather_goals(chosen, rows(chosen.slots)[achieved], pool, field)
-                shown = put_goals(tensors, chosen, goals, achieved, desired, stack)
-                relabel.rewrite(tensors, shown, storage.singles, storage.gamma)
+                relabel.rewrite(tensors, chosen, rows(chosen.slots)[achieved], storage)
                 return tensors | finish(slots, *arguments)
 
             return gather
@@ -197,19 +193,12 @@ class TrajectoryDeviceEngine:
         with self.sampling.order:
             return self._samples(batch, beta is None)(beta)
 
-    def read(self, keys: Tensor) -> dict[str, Tensor]:
-        """The transitions from these keys; KeyError naming the first that is not live or not eligible.
-
-        Waits for the device.
-        """
+    def read(self, slots: Tensor) -> dict[str, Tensor]:
+        """The transitions, or sequences, from the eligible starts in these slots on."""
         with self.sampling.order:
-            slots = keys % self._shape.slots
-            check_live(keys, *self.sampling.span(), self.sampling.state.eligible.masses[slots] > 0)
-            return self._windows(keys.shape[0])(slots)
+            return self._windows(slots.shape[0])(slots)
 
-    def stored(self, keys: Tensor) -> dict[str, Tensor]:
-        """The single steps of these live keys."""
-        storage = self._storage
+    def stored(self, slots: Tensor) -> dict[str, Tensor]:
+        """The single steps that are stored in these slots."""
         with self.sampling.order:
-            slots = keys % self._shape.slots
-            return self._rows(keys.shape[0])(slots) | endings(storage.streams.flags.take(slots))
+            return self._rows(slots.shape[0])(slots) | endings(self._storage.streams.flags.take(slots))

@@ -17,17 +17,29 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.state import SamplerState
-from gpu_replay.engines.storage import Storage, check_live
+from gpu_replay.engines.storage import Storage
 from gpu_replay.fields import as_numpy
 from gpu_replay.loops import masses as tree_loops
 from gpu_replay.loops import ring as loops
 from gpu_replay.loops import ring as ring_loops
 from gpu_replay.ops.counters import NO_KEY, Counter, HostWords
-from gpu_replay.ops.draw import DrawRange, draw_range, slots_in, slots_of
+from gpu_replay.ops.draw import DrawRange, slots_in
 from gpu_replay.ops.masses import MassTree
 from gpu_replay.ops.ranks import HostRanks, RankedRows
-from gpu_replay.ops.ring import LARGE, BatchMemory, as_torch, commit, contiguous, convert, gather_rows, parts_of, put
+from gpu_replay.ops.ring import (
+    LARGE,
+    BatchMemory,
+    as_torch,
+    commit,
+    contiguous,
+    convert,
+    gather_rows,
+    parts_of,
+    put,
+    write_rows,
+)
 from gpu_replay.samplers import HostDraw, Sampler
+from gpu_replay.validation import as_tensor
 
 _NONE = np.zeros(0, dtype=np.int64)
 
@@ -105,8 +117,11 @@ class HostSampler:
         return self.state.left(stored, needed) if self.state.excluded else stored
 
     def range(self, tree: MassTree) -> DrawRange:
-        """The mass of a tree, counted from the oldest key."""
-        return draw_range(tree, self.counters.item(Counter.ADDED) % self.capacity)
+        """All mass of a tree, so that targets ascend with keys instead of slots: the slots from that of the next key on
+        hold the oldest.
+        """
+        total, head = tree.total(), self.counters.item(Counter.ADDED) % self.capacity
+        return DrawRange(total, tree_loops.mass_before.compiled()(*tree.host[:2], head) % max(total, 1))
 
     # sampling
 
@@ -181,15 +196,9 @@ class HostSampler:
 
     def write(self, keys: Tensor, values: dict[str, np.ndarray]) -> None:
         """Store rows of some fields under (m,) live keys; the last of a repeated key wins, others are counted."""
-        array, (first, added) = keys.numpy(), self.span()
-        live = (array >= first) & (array < added)
-        stale = self.counters.item(Counter.STALE) + np.count_nonzero(~live & (array != NO_KEY))
-        # NumPy does not promise which of several values stays in one place
-        backwards = np.flatnonzero(live)[::-1]
-        slots, places = np.unique(array[backwards] % self.capacity, return_index=True)
-        rows, stores = backwards[places], self._storage.tensors
-        writes = [(as_numpy(stores[name]), slots, value[rows]) for name, value in values.items()]
-        commit(None, starmap(put, [*writes, (self.counters, Counter.STALE, stale)]))
+        stores = self._storage.tensors
+        rows = {name: as_tensor(name, value, keys.device).view(stores[name].dtype) for name, value in values.items()}
+        write_rows(stores, keys, rows, self.state.counters, self.capacity)
 
 
 # number types as which short rows are moved, by bytes: NumPy moves each of these at once
@@ -280,11 +289,9 @@ class HostEngine:
             ahead.end()
         return tensors
 
-    def read(self, keys: Tensor) -> dict[str, Tensor]:
-        """The stored transitions of these keys; KeyError naming the first that is not live."""
-        array, (first, added) = keys.numpy(), self.sampling.span()
-        check_live(array, first, added)
-        return self._rows_at(slots_of(array - first, first, self._capacity))
+    def read(self, slots: Tensor) -> dict[str, Tensor]:
+        """The transitions that are stored in these slots."""
+        return self._rows_at(slots.numpy())
 
     # all that is stored can be read
     stored = read

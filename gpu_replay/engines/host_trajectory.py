@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.host import HostSampler
-from gpu_replay.engines.storage import check_live
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.fields import as_numpy
 from gpu_replay.loops import steps as step_loops
@@ -20,13 +19,13 @@ from gpu_replay.loops import windows as window_loops
 from gpu_replay.loops.goals import choose_goals
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import PERMUTATION_WORDS, permuted_ranks
-from gpu_replay.ops.hindsight import GoalRows, Strategy, gather_goals, goal_sums, goal_words, put_goals
+from gpu_replay.ops.hindsight import GoalRows, Strategy, goal_sums, goal_words
 from gpu_replay.ops.ring import as_sampled, commit, contiguous, parts_of, put
 from gpu_replay.ops.steps import Flag, GivenFinals, endings, powers_of, warn_of_flaw
 from gpu_replay.ops.windows import make_gather_stacks
 
 if TYPE_CHECKING:
-    from gpu_replay.hindsight import Hindsight
+    pass
 
 # where the final observations of the only step are
 _FIRST = np.zeros(1, dtype=np.int64)
@@ -44,7 +43,6 @@ class TrajectoryHostEngine:
 
     def __init__(self, storage: TrajectoryStorage, sampling: HostSampler) -> None:
         self.sampling = sampling
-        self._relabel = storage.relabel
         self.count_at_least = sampling.count_at_least
         state, self._streams = sampling.state, storage.streams
         self._shape = shape = storage.streams.shape
@@ -78,7 +76,7 @@ class TrajectoryHostEngine:
         if shape.hindsight:
             streams = storage.streams
             tensors = streams.flags, streams.depth, streams.episode_length, streams.clipped_length, streams.final
-            sums = goal_sums(None if self._relabel is None else self._relabel.gamma, shape.steps)
+            sums = goal_sums(None if storage.relabel is None else storage.relabel.gamma, shape.steps)
             self._choose = partial(choose_goals.compiled(), *[each.numpy() for each in tensors], shape.num_envs, sums)
 
     # add
@@ -182,18 +180,11 @@ class TrajectoryHostEngine:
         """
         drawn = self.sampling.draw(batch, beta)
         tensors = self._rows(drawn[0])
-        if self._relabel is not None and (count := self._relabel.count(batch)):
-            self._rewrite(tensors, drawn[0], count, self._relabel)
+        relabel, storage = self._storage.relabel, self._storage
+        if relabel is not None and (count := relabel.count(batch)):
+            chosen = self._goals_of(drawn[0], count, relabel.strategy)
+            relabel.rewrite(tensors, chosen, storage.tensors[relabel.achieved_field][chosen.slots], storage)
         return self.sampling.count_sample(tensors, drawn)
-
-    def _rewrite(self, tensors: dict[str, Tensor], slots: np.ndarray, count: int, relabel: Hindsight) -> None:
-        """Give `count` rows of a batch in (B,) slots other goals."""
-        storage, achieved, desired = self._storage, relabel.achieved_field, relabel.desired_field
-        chosen = self._goals_of(slots, count, relabel.strategy)
-        raw = storage.tensors[achieved][chosen.slots]
-        goals = gather_goals(chosen, raw, storage.finals.get(achieved), storage.fields[desired])
-        shown = put_goals(tensors, chosen, goals, achieved, desired, self._shape.stack)
-        relabel.rewrite(tensors, shown, storage.singles, storage.gamma)
 
     # contents of a batch
 
@@ -247,15 +238,12 @@ class TrajectoryHostEngine:
         pooled = tensor(places) if shape.finals else None
         return GoalRows(tensor(rows), None if all_known else tensor(known), tensor(sources), pooled)
 
-    def read(self, keys: Tensor) -> dict[str, Tensor]:
-        """The transitions from these keys; KeyError naming the first that is not live or not eligible."""
-        array = keys.numpy()
-        slots = array % self._capacity
-        check_live(array, *self.sampling.span(), self.sampling.state.eligible.host.flat.take(slots) > 0)
-        return self._rows(slots)
+    def read(self, slots: Tensor) -> dict[str, Tensor]:
+        """The transitions, or sequences, from the eligible starts in these slots on."""
+        return self._rows(slots.numpy())
 
-    def stored(self, keys: Tensor) -> dict[str, Tensor]:
-        """The single steps of these live keys."""
-        slots = keys.numpy() % self._capacity
-        out = {name: sampled(rows.take(slots, 0)) for name, rows, sampled in self._stored}
-        return out | {"reward": torch.from_numpy(self._rewards.take(slots))} | endings(self._streams.flags[slots])
+    def stored(self, slots: Tensor) -> dict[str, Tensor]:
+        """The single steps that are stored in these slots."""
+        array = slots.numpy()
+        out = {name: sampled(rows.take(array, 0)) for name, rows, sampled in self._stored}
+        return out | {"reward": torch.from_numpy(self._rewards.take(array))} | endings(self._streams.flags[slots])

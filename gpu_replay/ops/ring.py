@@ -18,7 +18,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, starmap
 from operator import setitem
 from typing import Any, NamedTuple, TypeVar
 
@@ -310,10 +310,12 @@ def make_gather(
 def write_rows(
     stores: Mapping[str, Tensor], keys: Tensor, values: Mapping[str, Tensor], counters: Tensor, capacity: int
 ) -> None:
-    """Device: store rows of these fields under (B,) live keys, the last of a repeated key, and count stale keys.
+    """Store rows of these fields under (B,) live keys, the last of a repeated key, and count stale keys.
 
-    No operation waits for the device, and all that can fail comes before the first change.
+    No operation waits for the device, and all that can fail comes before the last line, which changes all that changes.
     """
+    if not keys.numel():
+        return
     added = counters[Counter.ADDED]
     live = (keys >= torch.maximum(counters[Counter.FIRST], added - capacity)) & (keys < added)
     stale = (~live & (keys != NO_KEY)).sum()
@@ -323,7 +325,6 @@ def write_rows(
     source = torch.where(live, last, last[live.byte().argmax(0, keepdim=True)])
     slots, some = keys[source] % capacity, live.any()
     # with no live key at all, what is stored
-    made = [(stores[name], torch.where(some, rows[source], stores[name][slots])) for name, rows in values.items()]
-    for store, rows in made:
-        store.index_copy_(0, slots, rows)
-    counters[Counter.STALE].add_(stale)
+    made = [(name, torch.where(some, rows[source], stores[name][slots])) for name, rows in values.items()]
+    changes = [(stores[name], 0, slots, rows) for name, rows in made]
+    commit(None, starmap(Tensor.index_copy_, changes), map(Tensor.add_, [counters[Counter.STALE]], [stale]))

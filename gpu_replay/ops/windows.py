@@ -146,21 +146,24 @@ def make_gather_stacks(
 
 
 class StepStore(Protocol):
-    """The parts of a trajectory buffer's storage that gathers read.
+    """The parts of a trajectory buffer's storage that gathers and new goals need.
 
     tensors, fields: (slots, *shape) of every field, `reward` among them, and what they hold.
-    observations: names of the fields that are stacked.
+    observations: names of the fields that are stacked; `singles`: of the others that were given.
     streams:      the metadata of every step.
     finals:       (finals, *shape) kept final observations of each observation field; empty where none are kept.
     padding:      how stacks are filled before the first frame.
+    gamma:        the discount of a step.
     """
 
     tensors: dict[str, Tensor]
     fields: dict[str, Field]
     observations: tuple[str, ...]
+    singles: tuple[str, ...]
     streams: Streams
     finals: dict[str, Tensor]
     padding: Literal["reset", "zero"]
+    gamma: float
 
 
 def make_gather_windows(
