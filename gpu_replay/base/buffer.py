@@ -232,13 +232,13 @@ class Buffer(StatefulBuffer):
                 f"{self._sampler} keeps no priorities that could be read; use Proportional or RankBased with alpha > 0."
             )
         with self._alone():
-            array = validation.as_keys(keys, self._device).cpu().numpy()
-            check_live(array, *self._sampling.span())
-            slots = torch.from_numpy(array % self._state.slots).to(self._device)
-            stored = self._state.masses.masses[slots]
-            waiting = self._storage.waiting_masses(torch.from_numpy(array).to(self._device), *self._sampling.span())
-            masses = (stored if waiting is None else torch.where(stored > 0, stored, waiting)).cpu().numpy()
-        numbers = np.where(masses > 0, self._state.rule.priorities(np.maximum(masses, 1)), 0.0)
+            live, streams = validation.as_keys(keys, self._device).to(self._device), self._state.streams
+            check_live(live, *self._sampling.span())
+            masses = self._state.masses.masses[live % self._state.slots]
+            if streams is not None:
+                masses = torch.where(masses > 0, masses, streams.waiting_masses(live, *self._sampling.span()))
+            leaves = masses.cpu().numpy()
+        numbers = np.where(leaves > 0, self._state.rule.priorities(np.maximum(leaves, 1)), 0.0)
         return torch.from_numpy(numbers).to(self._device)
 
     # calls

@@ -97,14 +97,7 @@ class StatefulBuffer:
         with torch.inference_mode(False), self._stream_order:
             memory = self._placement.memory(self._stream_order.drain)
             self._storage = self._make_storage(self._device, memory)
-            self._state = SamplerState(
-                sampler,
-                capacity,
-                self._device,
-                self._backend,
-                self._seed,
-                tracks_eligibility=self._tracks_eligibility,
-            )
+            self._state = SamplerState(sampler, self._storage, self._backend, self._seed)
             self._counters = self._state.counters
             self._made_engine: Engine = self._make_engine()
         if self._on_host:

@@ -68,10 +68,10 @@ class DeviceSampler:
         if isinstance(base.beta, LinearSchedule):
             parts = [base.beta.start, base.beta.end - base.beta.start, float(base.beta.steps)]
             self._schedule = torch.tensor(parts, dtype=torch.float64, device=self.device)
-        masses, streams = self.masses, storage.streams
+        masses = self.masses
         # another dtype of priorities is another launch
         self._updates = per_arguments(
-            lambda keys, dtype: make_update(masses, state.counters, state.slots, keys, streams)
+            lambda keys, dtype: make_update(masses, state.counters, state.slots, keys, state.streams)
         )
 
     @property
@@ -266,7 +266,7 @@ class DeviceSampler:
             self.changed()
             # the host knows of no eligible start until it asks again
             self.eligible = 0
-            self.state.exclude(here, self._storage.streams)
+            self.state.exclude(here)
 
     def write(self, keys: Tensor, values: dict[str, Tensor]) -> None:
         """Store rows of some fields under (m,) live keys; the last of a repeated key wins, others are counted.

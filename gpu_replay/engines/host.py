@@ -62,7 +62,7 @@ class HostSampler:
         self.counters = state.counters.numpy()
         self.times_sampled, self._storage = storage.times_sampled.numpy(), storage
         self._base, self.masses, self.capacity = state.base, state.tree, state.slots
-        self.starts = state.eligible if state.tracks_eligibility else None
+        self.starts = None if state.streams is None else state.eligible
         # None where no row of a batch is one of the newest
         newest_of = state.sampler.newest_of
         self._newest_of = None if type(state.sampler).newest_of is Sampler.newest_of else newest_of
@@ -192,7 +192,7 @@ class HostSampler:
 
     def exclude(self, keys: Tensor) -> None:
         """Let the rows of (m,) live keys never be drawn again."""
-        self.state.exclude(keys, self._storage.streams)
+        self.state.exclude(keys)
 
     def write(self, keys: Tensor, values: dict[str, np.ndarray]) -> None:
         """Store rows of some fields under (m,) live keys; the last of a repeated key wins, others are counted."""

@@ -21,7 +21,7 @@ from gpu_replay.ops.counters import NO_KEY, Counter, new_counters
 from gpu_replay.ops.masses import DeviceMasses, MassRule, MassTree
 from gpu_replay.ops.ranks import device_ranks_bytes, host_ranks_bytes
 from gpu_replay.ops.ring import commit
-from gpu_replay.ops.steps import Flag, Streams, StreamShape
+from gpu_replay.ops.steps import Flag, StreamShape
 from gpu_replay.samplers import Sampler
 
 # where tensors have sizes and no memory
@@ -32,31 +32,21 @@ _SOURCES = {"running": Counter.MAX_MASS, "stored": Counter.HIGHEST}
 class SamplerState:
     """The priorities of all slots, which of them can be drawn, and the counters.
 
-    tracks_eligibility: whether stored slots exist that cannot be drawn, and that no update may make eligible; they have
-                   mass 0. So it is in trajectory buffers.
+    streams:       of a trajectory buffer, where stored slots exist that cannot be drawn, and that no update may make
+                   eligible; they have mass 0.
     rule:          how priorities become masses, or order codes for draws by rank.
     tree:          of these, without sums for draws by rank; None for samplers without priorities.
     eligible_tree: of ones for eligible starts; None where all stored slots can be drawn, or `tree` alone will do.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        slots: int,
-        device: torch.device,
-        backend: Backend,
-        seed: int,
-        *,
-        tracks_eligibility: bool,
-    ) -> None:
+    def __init__(self, sampler: Sampler, storage: Storage, backend: Backend, seed: int) -> None:
         self.sampler, self.base = sampler, sampler.base
-        self.slots = slots
-        self.tracks_eligibility = tracks_eligibility
+        self.slots, self.streams = storage.capacity, storage.streams
+        slots, device = storage.capacity, storage.device
         self.rule = self.base.rule(slots)
         self.tree = MassTree(slots, device, backend, summed=self.base.summed) if self.base.prioritized else None
-        self.eligible_tree = (
-            MassTree(slots, device, backend) if tracks_eligibility and sampler.needs_start_tree else None
-        )
+        counts_starts = self.streams is not None and sampler.needs_start_tree
+        self.eligible_tree = MassTree(slots, device, backend) if counts_starts else None
         self.counters = new_counters(device, seed)
         # of transitions, no fewer than were excluded and are live
         self.excluded = 0
@@ -119,12 +109,12 @@ class SamplerState:
             self.excluded = stored - int((self.tree.masses > 0).sum())
         return stored - self.excluded
 
-    def exclude(self, keys: Tensor, streams: Streams | None) -> None:
+    def exclude(self, keys: Tensor) -> None:
         """Take the mass of the rows of (m,) live keys, and mark those of steps; keys that are not live are counted.
 
         keys: on the device. Waits for nothing; the last line changes all that changes.
         """
-        added = self.counters[Counter.ADDED]
+        added, streams = self.counters[Counter.ADDED], self.streams
         first = torch.maximum(self.counters[Counter.FIRST], added - self.slots)
         keys = keys.sort().values
         live = (keys >= first) & (keys < added)
@@ -157,7 +147,7 @@ class SamplerState:
             if self.tree is not None:
                 self.eligible_tree.masses.copy_(self.tree.masses > 0)
             self.eligible_tree.build()
-        if self.tracks_eligibility:
+        if self.streams is not None:
             self.counters[Counter.ELIGIBLE] = int((self.eligible.masses > 0).sum())
         elif self.tree is not None:
             added, first = (int(self.counters[each]) for each in (Counter.ADDED, Counter.FIRST))
@@ -173,7 +163,7 @@ def sizes_of(storage: Storage, sampler: Sampler, backend: Backend) -> dict[str, 
     storage: on the meta device, where all the rest is made too.
     """
     slots, base = storage.capacity, sampler.base
-    state = SamplerState(sampler, slots, META, backend, 0, tracks_eligibility=storage.streams is not None)
+    state = SamplerState(sampler, storage, backend, 0)
     sizes = storage.sizes
     if state.tree is not None:
         # on a device each slot also has a stamp, which finds the last of repeated keys

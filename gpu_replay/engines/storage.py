@@ -212,20 +212,15 @@ class Storage:
         """What tells `loops/masses.py` where masses wait until their step can be drawn; empty for transitions."""
         return tuple([np.zeros(0, dtype=dtype) for dtype in (np.int64, np.uint8, np.int32, np.int64)])
 
-    def waiting_masses(self, keys: Tensor, first: int, added: int) -> Tensor | None:
-        """(m,) int64 masses that wait until these live keys can be drawn, 0 where none does; None for transitions."""
-        return None
-
     def reset_after(self, added: int) -> None:
         """Make all slots that so many transitions leave unwritten as if they had never been written."""
         self.times_sampled[min(added, self.capacity) :].zero_()
 
 
-def check_live(keys: Any, first: int, added: int, eligible: Any = True) -> None:
+def check_live(keys: Tensor, first: int, added: int, eligible: Tensor | bool = True) -> None:
     """Raise KeyError that names the first of these keys that is not live, or not eligible.
 
-    keys:     (B,) int64, an array or a tensor; those from `first` to `added` are live.
-    eligible: (B,) bool of the same kind.
+    keys: (B,) int64; those from `first` to `added` are live. eligible: (B,) bool, or True: all are.
     """
     refused = keys[~((keys >= first) & (keys < added) & eligible)]
     if not len(refused):

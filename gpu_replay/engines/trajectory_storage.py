@@ -186,10 +186,6 @@ class TrajectoryStorage(Storage):
         settings = np.array([shape.num_envs, shape.stack, shape.next_step, *rows], dtype=np.int64)
         return settings, streams.flags.numpy(), streams.depth.numpy(), streams.open_masses.numpy().reshape(-1)
 
-    def waiting_masses(self, keys: Tensor, first: int, added: int) -> Tensor:
-        """(m,) int64 masses that wait until these live keys can be drawn, 0 where none does."""
-        return self.streams.waiting_masses(keys, first, added)
-
     def reset_after(self, added: int) -> None:
         """Make all slots that so many steps leave unwritten as if they had never been written."""
         super().reset_after(added)

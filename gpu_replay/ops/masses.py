@@ -229,12 +229,9 @@ class DeviceMasses:
         numbers = torch.tensor([rule.alpha, rule.eps, rule.clip], dtype=torch.float64, device=device)
         # order codes are made without numbers
         self.rule = (masses,) if rule.ordered else (masses, numbers)
+        # levels and rule, as kernels take them
+        self.arguments: TreeArguments = tree.levels, self.rule
         self.stamps = torch.full((tree.slots,), -1, dtype=torch.int32, device=device)
-
-    @property
-    def arguments(self) -> TreeArguments:
-        """Levels and rule, as kernels take them."""
-        return self.tree.levels, self.rule
 
     def find_highest(self, counters: Tensor) -> None:
         """Bring the largest stored mass to where kernels take it from."""
