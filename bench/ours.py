@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay import Field, Proportional, RankBased, ReplayBuffer
-from gpu_replay.engines.trajectory_storage import TrajectoryStorage
+from gpu_replay.engines.storage import TrajectoryStorage
 from gpu_replay.ops._backend import choose
 from gpu_replay.ops.launch import per_arguments
 from gpu_replay.ops.masses import UNIT, MassTree

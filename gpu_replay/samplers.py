@@ -523,7 +523,7 @@ class RankBased(_Prioritized):
         return rank_distribution(leaves, rule, self.alpha)
 
 
-_UNIFORM = Uniform()
+UNIFORM = Uniform()
 
 
 @dataclass(frozen=True)
@@ -533,7 +533,7 @@ class Latest(Sampler):
     @property
     def base(self) -> _RandomSampler:  # type: ignore[override]
         """Not used: all rows are the newest."""
-        return _UNIFORM
+        return UNIFORM
 
     def newest_of(self, batch: int) -> int:
         return batch

@@ -23,8 +23,7 @@ from gpu_replay.batch import Batch
 from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
 from gpu_replay.engines.memory import MakeMemory, StoragePath
-from gpu_replay.engines.storage import UNIFORM
-from gpu_replay.engines.trajectory_storage import (
+from gpu_replay.engines.storage import (
     Autoreset,
     Padding,
     StreamSettings,
@@ -34,7 +33,7 @@ from gpu_replay.engines.trajectory_storage import (
 )
 from gpu_replay.fields import FLAG, REWARD, Field
 from gpu_replay.hindsight import Hindsight, check_saved_relabel
-from gpu_replay.samplers import Sampler, Sequences
+from gpu_replay.samplers import UNIFORM, Sampler, Sequences
 from gpu_replay.spaces import ASSUMED_AUTORESET, autoreset_name, step_fields, vector_settings, warn_of_stacks
 
 if TYPE_CHECKING:

@@ -19,7 +19,14 @@ from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.checkpoint.state import NO_SETTINGS, BufferCheckpoint, check_described, config_of, describe_sampler
 from gpu_replay.engines.device import DeviceSampler
 from gpu_replay.engines.host import HostSampler
-from gpu_replay.engines.memory import MakeMemory, StoragePath, check_placement
+from gpu_replay.engines.memory import (
+    MakeMemory,
+    StoragePath,
+    check_device,
+    check_placement,
+    check_room,
+    free_bytes,
+)
 from gpu_replay.engines.state import (
     META,
     SPECIFIC,
@@ -30,7 +37,7 @@ from gpu_replay.engines.state import (
     sizes_of,
     turned,
 )
-from gpu_replay.engines.storage import Storage, check_device, check_room, free_bytes
+from gpu_replay.engines.storage import Storage
 from gpu_replay.fields import Field
 from gpu_replay.graphs import never_traced
 from gpu_replay.graphs.stream_order import StreamOrder

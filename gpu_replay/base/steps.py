@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay import validation
-from gpu_replay.engines.trajectory_storage import StreamSettings
+from gpu_replay.engines.storage import StreamSettings
 from gpu_replay.fields import DICTIONARIES, TORCH_OF, Field, check_names, flattened, has_items
 from gpu_replay.ops.steps import GivenFinals
 

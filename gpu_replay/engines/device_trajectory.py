@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.device import DeviceSampler, Sample
-from gpu_replay.engines.trajectory_storage import TrajectoryStorage
+from gpu_replay.engines.storage import TrajectoryStorage
 from gpu_replay.fields import Field
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.hindsight import goal_blocks, goal_sums, make_choose_goals

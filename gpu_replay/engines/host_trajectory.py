@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.host import HostSampler
-from gpu_replay.engines.trajectory_storage import TrajectoryStorage
+from gpu_replay.engines.storage import TrajectoryStorage
 from gpu_replay.fields import as_numpy
 from gpu_replay.loops import steps as step_loops
 from gpu_replay.loops import windows as window_loops
