@@ -314,7 +314,7 @@ class TrajectoryReplayBuffer(Buffer):
         for name, field in self._step_fields.items():
             steps = len(next(iter(values.values()))) if values else None
             values[name] = self._input.steps(name, fields[name], field, steps)
-        terminated, truncated = (_on_host(values.pop(name)) for name in ("terminated", "truncated"))
+        terminated, truncated = [_on_host(values[name]) for name in ("terminated", "truncated")]
         count, envs = terminated.shape
         if priority is not None:
             checked = validation.as_tensor("priority", priority, self._device)
@@ -327,7 +327,7 @@ class TrajectoryReplayBuffer(Buffer):
         with self._lock:
             first = self._sampling.span()[1]
             keys = torch.arange(first, first + count * envs, device=self._device).view(count, envs)
-            return self._engine.extend(values, terminated, truncated, priority, finals, keys)
+            return self._engine.extend(values, priority, finals, keys)
 
     def begin_episodes(self, envs: Any = None) -> None:
         """Mark the next step of all environments, or of those in `envs`, as the first of a new episode.

@@ -103,16 +103,6 @@ def total_and_lowest(levels, ranks, counters_ptr, BY: tl.constexpr):
     return total, lowest
 
 
-@triton.jit
-def store_rows(outputs, row, slot, key, probability, mass, named):
-    """Store what was drawn for the named rows."""
-    slots_ptr, keys_ptr, probability_ptr, masses_ptr = outputs[0], outputs[1], outputs[2], outputs[3]
-    tl.store(slots_ptr + row, slot, mask=named)
-    tl.store(keys_ptr + row, key, mask=named)
-    tl.store(probability_ptr + row, probability.to(tl.float32), mask=named)
-    tl.store(masses_ptr + row, mass, mask=named)
-
-
 @triton.jit(
     do_not_specialize=[
         "drawn",
@@ -204,6 +194,9 @@ def draw_kernel(
             else:
                 last = slot
             slot = tl.where(by_chance, slot, last)
-    key = key_in_slot(slot, added, head, capacity)
-    chance = tl.where(by_chance, chance, 1.0)
-    store_rows(outputs, draw, slot, key, chance, tl.where(by_chance, mass, 0), draw < batch)
+    slots_ptr, keys_ptr, probability_ptr, masses_ptr = outputs[0], outputs[1], outputs[2], outputs[3]
+    named = draw < batch
+    tl.store(slots_ptr + draw, slot, mask=named)
+    tl.store(keys_ptr + draw, key_in_slot(slot, added, head, capacity), mask=named)
+    tl.store(probability_ptr + draw, tl.where(by_chance, chance, 1.0).to(tl.float32), mask=named)
+    tl.store(masses_ptr + draw, tl.where(by_chance, mass, 0), mask=named)

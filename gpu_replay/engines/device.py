@@ -181,18 +181,11 @@ class DeviceSampler:
             self._scratch[batch] = torch.empty((3, batch + batch % 2), dtype=torch.int64, device=self.device)
         return tuple(row[:batch] for row in self._scratch.get(batch, ()))
 
-    def make_sample(
-        self,
-        batch: int,
-        scheduled: bool,
-        make_gather: MakeGather,
-        *,
-        more: int = 0,
-    ) -> Sample:
+    def make_sample(self, batch: int, scheduled: bool, make_gather: MakeGather) -> Sample:
         """A function of beta that samples `batch` rows: 2 launches a call, by rank 1 and a sort before them. The last
         one gathers and counts; an exception before it leaves all as it was.
 
-        scheduled: whether a schedule gives beta. more: blocks of random words that the gather takes after the draw.
+        scheduled: whether a schedule gives beta.
         """
         state, base, ranks, device = self.state, self._base, self._ranks, self.device
         drawn = batch - state.sampler.newest_of(batch)
@@ -215,7 +208,7 @@ class DeviceSampler:
                 replacement=base.replacement,
             )
         schedule = (self._schedule,) if scheduled and self._schedule is not None else ()
-        gather = make_gather(Finish((self._storage.times_sampled, *schedule), blocks + more, minima))
+        gather = make_gather(Finish((self._storage.times_sampled, *schedule), blocks, minima))
         gather = gather if own is None else own.advancing(gather)
         fixed = 0.0 if isinstance(base.beta, LinearSchedule) else base.beta
 

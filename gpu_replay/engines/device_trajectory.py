@@ -21,7 +21,6 @@ from gpu_replay.ops.hindsight import goal_blocks, goal_sums, make_choose_goals
 from gpu_replay.ops.launch import allocator, per_arguments
 from gpu_replay.ops.ring import Finish, Gather, make_gather
 from gpu_replay.ops.steps import (
-    Flag,
     GivenFinals,
     endings,
     make_add_step,
@@ -69,21 +68,19 @@ class TrajectoryDeviceEngine:
 
         def make_sample(batch: int, scheduled: bool) -> Sample:
             if relabel is not None and (count := relabel.count(batch)):
-                more = goal_blocks(count, relabel.strategy)
-                make = partial(make_relabeled, batch, relabel, count)
-                return sampling.make_sample(batch, scheduled, make, more=more)
+                return sampling.make_sample(batch, scheduled, partial(make_relabeled, batch, relabel, count))
             make = partial(make_gather_windows, storage, batch, powers, counters)
             return sampling.make_sample(batch, scheduled, make)
 
         def make_relabeled(batch: int, relabel: Hindsight, count: int, end: Finish) -> Gather:
             achieved = relabel.achieved_field
             windows = make_gather_windows(storage, batch, powers, counters)
-            before = end.blocks - goal_blocks(count, relabel.strategy)
-            choose = make_choose_goals(streams, batch, counters, count, relabel.strategy, sums, before)
+            choose = make_choose_goals(streams, batch, counters, count, relabel.strategy, sums, end.blocks)
             # as they are stored
             raw = {achieved: Field(fields[achieved].shape, fields[achieved].dtype)}
             rows = make_gather({achieved: stores[achieved]}, raw, count, counters)
-            finish = make_gather({}, {}, batch, counters, end)
+            blocks = end.blocks + goal_blocks(count, relabel.strategy)
+            finish = make_gather({}, {}, batch, counters, end._replace(blocks=blocks))
 
             def gather(slots: Tensor, *arguments: Any) -> dict[str, Tensor]:
                 tensors, chosen = windows(slots), choose(slots)
@@ -121,8 +118,6 @@ class TrajectoryDeviceEngine:
     def extend(
         self,
         values: dict[str, Tensor | np.ndarray],
-        terminated: np.ndarray,
-        truncated: np.ndarray,
         priorities: Tensor | None,
         finals: GivenFinals | None,
         keys: Tensor,
@@ -135,30 +130,23 @@ class TrajectoryDeviceEngine:
         together = max(1, _TOGETHER // envs)
         place = np.full(len(keys), -1) if finals is None else finals.place
         final_rows = {} if finals is None else {name: torch.as_tensor(rows) for name, rows in finals.rows.items()}
-        flags = torch.from_numpy(np.stack((terminated, truncated)))
         with self.sampling.order:
             for begin in range(0, len(keys), together):
                 some = slice(begin, begin + together)
                 pieces = {name: move(as_tensor(name, value[some], device)) for name, value in values.items()}
-                ended, numbers = move(flags[:, some]), None if priorities is None else move(priorities[some])
-                for step in range(ended.shape[1]):
+                numbers = None if priorities is None else move(priorities[some])
+                for step in range(len(pieces["reward"])):
                     row = slice(int(place[begin + step]) * envs, (int(place[begin + step]) + 1) * envs)
                     known = {name: rows[row] for name, rows in final_rows.items()} if place[begin + step] >= 0 else None
                     now = {name: piece[step] for name, piece in pieces.items()}
-                    now["terminated"], now["truncated"] = ended[0, step], ended[1, step]
                     given = None if numbers is None else numbers[step]
                     self.add_step(now, given, known, False)
         return keys
 
     def break_streams(self, envs: Tensor) -> None:
         """The next step of these environments, a bool (num_envs,), is the first of an episode."""
-        num_envs, flags, sampling = self._shape.num_envs, self._storage.streams.flags, self.sampling
-        with sampling.order:
-            added = sampling.counters[Counter.ADDED]
-            # before the first step there is none to mark
-            cut = sampling.moved(envs).to(torch.uint8) * Flag.CUT * (added > 0)
-            slots = (added - num_envs + torch.arange(num_envs, device=sampling.device)) % self._shape.slots
-            flags.index_copy_(0, slots, flags[slots] | cut)
+        with self.sampling.order:
+            self._storage.streams.cut(self.sampling.moved(envs), self.sampling.counters)
 
     # sample
 

@@ -19,7 +19,7 @@ from gpu_replay.loops import windows as window_loops
 from gpu_replay.loops.goals import choose_goals
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import PERMUTATION_WORDS, permuted_ranks
-from gpu_replay.ops.hindsight import GoalRows, Strategy, goal_sums, goal_words
+from gpu_replay.ops.hindsight import GoalRows, Strategy, goal_sums
 from gpu_replay.ops.ring import as_sampled, commit, contiguous, parts_of, put
 from gpu_replay.ops.steps import Flag, GivenFinals, endings, powers_of, warn_of_flaw
 from gpu_replay.ops.windows import make_gather_stacks
@@ -93,46 +93,41 @@ class TrajectoryHostEngine:
         row, keys = added // envs % self._shape.steps, torch.from_numpy(np.arange(added, added + envs))
         given_finals = None if finals is None else GivenFinals(finals, _FIRST)
         writes = map(put, self._rings, repeat(row), values.values())
-        steps = values["terminated"], values["truncated"], values["reward"]
-        return self._store(writes, steps, priorities, given_finals, keys)
+        return self._store(writes, values, priorities, given_finals, keys)
 
     def extend(
         self,
         values: dict[str, Any],
-        terminated: np.ndarray,
-        truncated: np.ndarray,
         priorities: np.ndarray | None,
         finals: GivenFinals | None,
         keys: Tensor,
     ) -> Tensor:
         """Store T steps of all environments, as T calls of `add_step` do, and return `keys`."""
-        count, steps = len(terminated), self._shape.steps
+        count, steps = len(keys), self._shape.steps
         first, skipped = self.span_of_steps()[1], max(0, count - steps)
         writes = [
             (ring, part, value[some])
             for part, some in parts_of((first + skipped) % steps, count - skipped, steps, skipped)
             for ring, value in zip(self._rings, values.values(), strict=False)
         ]
-        return self._store(starmap(put, writes), (terminated, truncated, values["reward"]), priorities, finals, keys)
+        return self._store(starmap(put, writes), values, priorities, finals, keys)
 
     def _store(
         self,
         writes: Iterable[object],
-        steps: tuple[np.ndarray, np.ndarray, np.ndarray],
+        values: dict[str, Any],
         priorities: np.ndarray | None,
         finals: GivenFinals | None,
         keys: Tensor,
     ) -> Tensor:
         """Make the writes of fields and all else that these steps change, together or not at all; returns `keys`.
 
-        steps: terminated, truncated and rewards.
-
         Warns of the first flawed ending, before anything changes.
         """
         masses, places, saturated, state = _NOTHING, _NOWHERE, 0, self.sampling.state
         if priorities is not None and state.tree is not None:
             masses, _, saturated = state.rule.masses(priorities.reshape(-1))
-        ended, cut, rewards = steps
+        ended, cut, rewards = steps = values["terminated"], values["truncated"], values["reward"]
         # arrays of a step mostly lie end to end
         if ended.ndim > 1 or not (ended.flags.carray and cut.flags.carray and rewards.flags.carray):
             ended, cut, rewards = map(contiguous, steps)
@@ -159,11 +154,7 @@ class TrajectoryHostEngine:
 
     def break_streams(self, envs: Tensor | np.ndarray) -> None:
         """The next step of these environments, a bool (num_envs,), is the first of an episode."""
-        added = self.sampling.counters.item(Counter.ADDED)
-        if added:
-            row = (added // self._shape.num_envs - 1) % self._shape.steps
-            flags = self._flags.reshape(self._shape.steps, self._shape.num_envs)
-            flags[row] |= as_numpy(envs) * np.uint8(Flag.CUT)
+        self._streams.cut(torch.as_tensor(envs), self.sampling.state.counters)
 
     def span_of_steps(self) -> tuple[int, int]:
         """The oldest stored step and the next one."""
@@ -227,12 +218,12 @@ class TrajectoryHostEngine:
 
     def _goals_of(self, slots: np.ndarray, count: int, strategy: Strategy) -> GoalRows:
         """Choose `count` rows of the batch in (B,) slots, and their goals."""
-        shape, random, drawn = self._shape, self.sampling.random, goal_words(count, strategy)
+        shape, random, last, episode = self._shape, self.sampling.random, strategy == "final", strategy == "episode"
         rows = permuted_ranks(slots.size, count, random.words(PERMUTATION_WORDS))
-        doubles = random.doubles(drawn) if drawn else np.zeros(count)
+        doubles = np.zeros(count) if last else random.doubles(count)
         known, sources = np.empty(count, np.bool_), np.empty(count, np.int64)
         places = np.empty(count if shape.finals else 0, np.int64)
-        (oldest, next_step), last, episode = self.span_of_steps(), strategy == "final", strategy == "episode"
+        oldest, next_step = self.span_of_steps()
         all_known = self._choose(last, episode, oldest, next_step - 1, slots, rows, doubles, known, sources, places)
         tensor = torch.from_numpy
         pooled = tensor(places) if shape.finals else None

@@ -8,7 +8,7 @@ instead of one for each field.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from functools import partial
@@ -72,7 +72,6 @@ class Storage:
              of those fields are views of it. Only on the host, with `packed`.
 
     memory:  makes the memory of fields of these sizes, where they are not on the device.
-    on_device: names of fields that are on the device all the same.
 
     Allocates all memory at once. On the meta device it has `sizes` and no memory, and fields of one row: the bytes of a
     tensor are counted in 63 bits.
@@ -86,7 +85,6 @@ class Storage:
         *,
         packed: bool = False,
         memory: MakeMemory | None = None,
-        on_device: Collection[str] = (),
     ) -> None:
         self.capacity = capacity
         self.fields = fields
@@ -95,7 +93,7 @@ class Storage:
         together = () if record is None else record.names or ()
         padding = 0 if record is None else record.itemsize - sum(fields[name].row_bytes for name in together)
         self._padding = capacity * padding
-        alone = [name for name in fields if name not in together and name not in on_device]
+        alone = [name for name in fields if name not in together]
         sizes = [] if record is None else [capacity * record.itemsize]
         sizes += [capacity * fields[name].row_bytes for name in alone]
         # kept: it owns a file or pinned pages
@@ -110,8 +108,6 @@ class Storage:
             if self.records is not None and name in together:
                 # the record has the same dtype, or one of the same width for bfloat16, which NumPy lacks
                 self.tensors[name] = torch.from_numpy(self.records[name]).view(each.dtype)
-            elif name in on_device:
-                self.tensors[name] = allocate((rows, *each.shape), each.dtype, device)
             else:
                 self.tensors[name] = take((rows, *each.shape), each.dtype)
         self.times_sampled = torch.zeros(capacity, dtype=torch.int32, device=device)
@@ -289,10 +285,12 @@ class TrajectoryStorage(Storage):
         self, settings: StreamSettings, fields: dict[str, Field], device: torch.device, memory: MakeMemory | None = None
     ) -> None:
         shape = settings.shape
-        # rewards of whole windows are read for each start: they stay with the flags
-        super().__init__(shape.slots, {**fields, "reward": REWARD}, device, memory=memory, on_device=("reward",))
-        # windows are summed up to their full length and masked: memory never written must hold numbers
-        self.tensors["reward"].zero_()
+        super().__init__(shape.slots, fields, device, memory=memory)
+        # rewards of whole windows are read for each start: they stay with the flags; and these are summed up to their
+        # full length and masked: memory never written must hold numbers
+        self.fields = {**fields, "reward": REWARD}
+        rows = 1 if device.type == "meta" else shape.slots
+        self.tensors["reward"] = allocate((rows,), REWARD.dtype, device).zero_()
         self.gamma, self.padding, self.relabel = settings.gamma, settings.padding, settings.relabel
         self.observations = observation_names(fields)
         self.singles = tuple([name for name in fields if name not in self.observations])

@@ -24,12 +24,8 @@ def choose(device: torch.device) -> Backend:
     if forced == "host" and device.type != "cpu":
         raise RuntimeError(f"{VARIABLE}=host needs device='cpu'; found {str(device)!r}. Unset it to run on the GPU.")
     backend: Backend = "triton" if forced == "triton" or (device.type == "cuda" and forced == "") else "host"
-    if backend == "triton":
-        _require_triton(device)
-    return backend
-
-
-def _require_triton(device: torch.device) -> None:
+    if backend == "host":
+        return backend
     try:
         from triton import knobs
     except ImportError as error:
@@ -41,3 +37,4 @@ def _require_triton(device: torch.device) -> None:
         raise RuntimeError(
             f"{VARIABLE}=triton on CPU tensors needs the interpreter: set TRITON_INTERPRET=1 before starting Python."
         )
+    return backend

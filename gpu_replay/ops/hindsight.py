@@ -60,14 +60,9 @@ def goal_sums(gamma: float | None, steps: int) -> np.ndarray:
     return np.cumsum(masses[masses > 0])
 
 
-def goal_words(count: int, strategy: Strategy) -> int:
-    """Random words, in addition to those of a permutation, that `count` goals take."""
-    return 0 if strategy == "final" else count
-
-
 def goal_blocks(count: int, strategy: Strategy) -> int:
-    """Philox blocks that choosing `count` rows and their goals takes."""
-    return blocks_for(PERMUTATION_WORDS) + blocks_for(goal_words(count, strategy))
+    """Philox blocks that choosing `count` rows and their goals takes: those of a permutation, and a word for a goal."""
+    return blocks_for(PERMUTATION_WORDS) + (0 if strategy == "final" else blocks_for(count))
 
 
 def put_goals(

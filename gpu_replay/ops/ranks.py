@@ -101,10 +101,8 @@ def _arrays(slots: int, full: Callable[[Any, int, Any], np.ndarray] = np.full) -
         full((blocks, width), 0, np.int64),
         full((blocks, width), 0, np.int32),
         full(slots, -1, np.int32),
-        full(blocks, 0, np.int64),
-        full(blocks, 0, np.int64),
-        full(blocks, 0, np.int64),
-        full(blocks, 0, np.int64),
+        # fences, their keys, the order of blocks and their sizes
+        *(full(blocks, 0, np.int64) for _ in range(4)),
         full(loops.COUNT, -1, np.int64),
     )
 

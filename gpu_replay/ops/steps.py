@@ -191,6 +191,14 @@ class Streams:
         masses = self.open_masses.view(-1)[keys % self.open_masses.numel()]
         return torch.where(is_open, masses, 0)
 
+    def cut(self, envs: Tensor, counters: Tensor) -> None:
+        """Mark the last step of some environments, a bool (num_envs,): the next one is the first of an episode."""
+        added, count = counters[Counter.ADDED], self.shape.num_envs
+        # before the first step there is none to mark
+        marks = envs.to(torch.uint8) * Flag.CUT * (added > 0)
+        slots = (added - count + torch.arange(count, device=envs.device)) % self.shape.slots
+        self.flags.index_copy_(0, slots, self.flags[slots] | marks)
+
     def note_followed(self, added: int) -> None:
         """Set `Flag.FINAL` of the endings that a reset step follows, which versions before 0.4 set for hindsight alone;
         `added`: the next key.
