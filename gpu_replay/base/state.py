@@ -44,7 +44,7 @@ from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops._backend import choose
 from gpu_replay.ops.advice import warn_of_python
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.steps import StreamShape
+from gpu_replay.ops.ring import StreamShape
 from gpu_replay.samplers import Sampler, check_own, check_sampler
 from gpu_replay.validation import check_int
 

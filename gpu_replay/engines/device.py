@@ -21,7 +21,7 @@ from gpu_replay.ops.draw import DeviceRandom, make_chosen_draw, make_draw
 from gpu_replay.ops.launch import allocator, per_arguments
 from gpu_replay.ops.masses import Add, DeviceMasses, make_add, make_update
 from gpu_replay.ops.ranks import DeviceRanks
-from gpu_replay.ops.ring import Finish, Gather, make_gather, write_rows
+from gpu_replay.ops.ring import Finish, Gather, make_gather
 from gpu_replay.samplers import BaseSampler, LinearSchedule, check_chances, choose
 from gpu_replay.validation import materialized
 
@@ -270,7 +270,7 @@ class DeviceSampler:
             here, rows = self.moved(keys), {name: self.moved(value) for name, value in values.items()}
             self.order.reads((here, *rows.values()))
             stores = {name: seen_from(self.device, self._storage.tensors[name]) for name in rows}
-            write_rows(stores, here, rows, self.counters, self.state.slots)
+            self.state.write(stores, here, rows)
 
 
 class DeviceEngine:

@@ -62,9 +62,6 @@ class TrajectoryDeviceEngine:
         # single steps, by their number
         self._rows = per_arguments(lambda rows: make_gather(stores, fields, rows, counters))
         relabel = storage.relabel
-        sums = torch.from_numpy(goal_sums(None if relabel is None else relabel.gamma, self._shape.steps)).to(
-            sampling.device
-        )
 
         def make_sample(batch: int, scheduled: bool) -> Sample:
             if relabel is not None and (count := relabel.count(batch)):
@@ -74,6 +71,7 @@ class TrajectoryDeviceEngine:
 
         def make_relabeled(batch: int, relabel: Hindsight, count: int, end: Finish) -> Gather:
             achieved = relabel.achieved_field
+            sums = torch.from_numpy(goal_sums(relabel.gamma, streams.shape.steps)).to(sampling.device)
             windows = make_gather_windows(storage, batch, powers, counters)
             choose = make_choose_goals(streams, batch, counters, count, relabel.strategy, sums, end.blocks)
             # as they are stored

@@ -21,23 +21,11 @@ from gpu_replay.engines.storage import Storage
 from gpu_replay.fields import as_numpy
 from gpu_replay.loops import masses as tree_loops
 from gpu_replay.loops import ring as loops
-from gpu_replay.loops import ring as ring_loops
 from gpu_replay.ops.counters import NO_KEY, Counter, HostWords
 from gpu_replay.ops.draw import DrawRange, slots_in
 from gpu_replay.ops.masses import MassTree
 from gpu_replay.ops.ranks import HostRanks, RankedRows
-from gpu_replay.ops.ring import (
-    LARGE,
-    BatchMemory,
-    as_torch,
-    commit,
-    contiguous,
-    convert,
-    gather_rows,
-    parts_of,
-    put,
-    write_rows,
-)
+from gpu_replay.ops.ring import LARGE, BatchMemory, as_torch, commit, contiguous, convert, gather_rows, parts_of, put
 from gpu_replay.samplers import HostDraw, Sampler
 from gpu_replay.validation import as_tensor
 
@@ -77,7 +65,7 @@ class HostSampler:
         self.arrays = self.counters, self.times_sampled, *tree
         rule, waiting = state.rule, storage.waiting_arrays()
         self._update_arguments = rule.ordered, rule.limit, self.capacity, self.counters, *tree, *waiting
-        self._count_sample = ring_loops.count_sample.compiled()
+        self._count_sample = loops.count_sample.compiled()
         if state.tree is not None:
             self._update = tree_loops.update.compiled()
         self._postponed: list[Callable[[], object]] | None = None
@@ -198,7 +186,7 @@ class HostSampler:
         """Store rows of some fields under (m,) live keys; the last of a repeated key wins, others are counted."""
         stores = self._storage.tensors
         rows = {name: as_tensor(name, value, keys.device).view(stores[name].dtype) for name, value in values.items()}
-        write_rows(stores, keys, rows, self.state.counters, self.capacity)
+        self.state.write(stores, keys, rows)
 
 
 # number types as which short rows are moved, by bytes: NumPy moves each of these at once

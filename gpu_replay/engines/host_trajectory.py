@@ -73,10 +73,10 @@ class TrajectoryHostEngine:
         self._stored = [(name, rows[name], as_sampled(fields[name])) for name in names]
         self._single = self._stored[len(seen) :]
         self._ahead = storage.read_ahead()
-        if shape.hindsight:
+        if storage.relabel is not None:
             streams = storage.streams
             tensors = streams.flags, streams.depth, streams.episode_length, streams.clipped_length, streams.final
-            sums = goal_sums(None if storage.relabel is None else storage.relabel.gamma, shape.steps)
+            sums = goal_sums(storage.relabel.gamma, shape.steps)
             self._choose = partial(choose_goals.compiled(), *[each.numpy() for each in tensors], shape.num_envs, sums)
 
     # add

@@ -20,8 +20,8 @@ from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import NO_KEY, Counter, new_counters
 from gpu_replay.ops.masses import DeviceMasses, MassRule, MassTree
 from gpu_replay.ops.ranks import device_ranks_bytes, host_ranks_bytes
-from gpu_replay.ops.ring import commit
-from gpu_replay.ops.steps import Flag, StreamShape
+from gpu_replay.ops.ring import StreamShape, commit
+from gpu_replay.ops.steps import Flag
 from gpu_replay.samplers import Sampler
 
 # where tensors have sizes and no memory
@@ -114,11 +114,8 @@ class SamplerState:
 
         keys: on the device. Waits for nothing; the last line changes all that changes.
         """
-        added, streams = self.counters[Counter.ADDED], self.streams
-        first = torch.maximum(self.counters[Counter.FIRST], added - self.slots)
-        keys = keys.sort().values
-        live = (keys >= first) & (keys < added)
-        stale = (~live & (keys != NO_KEY)).sum()
+        keys, streams = keys.sort().values, self.streams
+        live, stale = self._live(keys)
         # of a repeated key one is taken
         chosen = live & (keys.diff(prepend=keys[:1] - 1) != 0)
         slots = torch.where(chosen, keys % self.slots, 0)
@@ -136,6 +133,31 @@ class SamplerState:
         else:
             self.excluded += len(keys)
         commit(None, starmap(Tensor.index_add_, changes), map(Tensor.add_, counts, more))
+
+    @torch.no_grad()
+    def write(self, stores: Mapping[str, Tensor], keys: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Store rows of some fields under (m,) live keys, the last of a repeated key; other keys are counted.
+
+        stores: of the fields, as the device sees them. Waits for nothing; the last line changes all that changes.
+        """
+        if not keys.numel():
+            return
+        live, stale = self._live(keys)
+        # rows of one key all write the last of them, and rows without a live key what another row writes
+        ordered, place = keys.sort(stable=True)
+        last = place[torch.searchsorted(ordered, keys, right=True) - 1]
+        source = torch.where(live, last, last[live.byte().argmax(0, keepdim=True)])
+        slots, some = keys[source] % self.slots, live.any()
+        # with no live key at all, what is stored
+        made = [(name, torch.where(some, rows[source], stores[name][slots])) for name, rows in values.items()]
+        changes = [(stores[name], 0, slots, rows) for name, rows in made]
+        commit(None, starmap(Tensor.index_copy_, changes), map(Tensor.add_, [self.counters[Counter.STALE]], [stale]))
+
+    def _live(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """(m,) bool: which of these keys are live; and how many are not, and are meant as keys."""
+        added = self.counters[Counter.ADDED]
+        live = (keys >= torch.maximum(self.counters[Counter.FIRST], added - self.slots)) & (keys < added)
+        return live, (~live & (keys != NO_KEY)).sum()
 
     def rebuild(self, written: int) -> None:
         """Recompute everything that is derived from the restored leaves of the first `written` slots."""

@@ -21,7 +21,8 @@ from torch import Tensor
 from gpu_replay.engines.memory import MakeMemory, ReadAhead
 from gpu_replay.fields import REWARD, Field, as_numpy, check_fields
 from gpu_replay.hindsight import Hindsight, check_hindsight
-from gpu_replay.ops.steps import Streams, StreamShape
+from gpu_replay.ops.ring import StreamShape
+from gpu_replay.ops.steps import Streams
 from gpu_replay.samplers import Sequences
 from gpu_replay.validation import check_bool, check_choice, check_float, check_int
 

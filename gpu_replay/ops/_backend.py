@@ -24,8 +24,12 @@ def choose(device: torch.device) -> Backend:
     if forced == "host" and device.type != "cpu":
         raise RuntimeError(f"{VARIABLE}=host needs device='cpu'; found {str(device)!r}. Unset it to run on the GPU.")
     backend: Backend = "triton" if forced == "triton" or (device.type == "cuda" and forced == "") else "host"
-    if backend == "host":
-        return backend
+    if backend == "triton":
+        _require_triton(device)
+    return backend
+
+
+def _require_triton(device: torch.device) -> None:
     try:
         from triton import knobs
     except ImportError as error:
@@ -37,4 +41,3 @@ def choose(device: torch.device) -> Backend:
         raise RuntimeError(
             f"{VARIABLE}=triton on CPU tensors needs the interpreter: set TRITON_INTERPRET=1 before starting Python."
         )
-    return backend

@@ -28,7 +28,7 @@ from gpu_replay.loops.constants import ROOT_LIMIT
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import NO_MASS, Counter
 from gpu_replay.ops.launch import Launch, aligned, per_program, reciprocal
-from gpu_replay.ops.ring import contiguous, moved_rows
+from gpu_replay.ops.ring import StreamShape, contiguous, moved_rows
 
 if TYPE_CHECKING:
     from gpu_replay.ops.steps import Streams
@@ -211,6 +211,8 @@ class MassTree:
 
 TreeArguments = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 NO_TREE: TreeArguments = (), ()
+# of a ring of transitions
+NO_STEPS = StreamShape(num_envs=1, steps=1, stack=1, n_step=1, next_step=False, finals=0)
 # takes values, priorities, keys to be filled, and whether all values are aligned
 Add = Callable[[Mapping[str, Tensor], Tensor | None, Tensor, bool], None]
 
@@ -320,30 +322,6 @@ def make_add(
     return add
 
 
-def _waiting(streams: Streams | None) -> dict[str, Any]:
-    """Arguments of `update_kernel` by which masses wait for their steps."""
-    if streams is None:
-        zeros = dict.fromkeys(("envs", "per_envs", "stack", "n_step", "lines", "per_lines", "ahead"), 0)
-        kinds = dict.fromkeys(("NEXT_STEP", "LONG", "STRICT"), False)
-        return {"streams": (), **zeros, "stride": 0, "per_stride": 0, **kinds}
-    shape = streams.shape
-    return {
-        "streams": (streams.flags, streams.depth, streams.open_masses),
-        "envs": shape.num_envs,
-        "per_envs": reciprocal(shape.num_envs),
-        "stack": shape.stack,
-        "n_step": shape.n_step,
-        "lines": streams.open_masses.numel(),
-        "per_lines": reciprocal(streams.open_masses.numel()),
-        "ahead": shape.ahead,
-        "stride": shape.stride,
-        "per_stride": reciprocal(shape.stride),
-        "NEXT_STEP": shape.next_step,
-        "LONG": shape.length > 0,
-        "STRICT": shape.strict,
-    }
-
-
 def make_update(
     masses: DeviceMasses | None, counters: Tensor, capacity: int, batch: int, streams: Streams | None
 ) -> Callable[[Tensor, Tensor, bool], None]:
@@ -359,6 +337,10 @@ def make_update(
     together = keys_together(batch, interpreted) if masses is not None else 0
     draws = together or per_program(128, batch, interpreted)
     programs, stamps = -(-batch // draws), counters if masses is None else masses.stamps
+    # nothing waits where there are no steps, or no masses
+    waiting = None if masses is None else streams
+    shape = NO_STEPS if waiting is None else waiting.shape
+    lines = shape.num_envs * shape.lines
     shared: dict[str, Any] = {"counters_ptr": counters, "stamp_ptr": stamps, "batch": batch, "capacity": capacity}
     shared |= {"per_capacity": reciprocal(capacity), "DRAWS": draws}
     finds_apart = masses is not None and not together
@@ -368,7 +350,19 @@ def make_update(
         programs,
         **shared,
         tree=NO_TREE if masses is None else masses.arguments,
-        **_waiting(None if masses is None else streams),
+        streams=() if waiting is None else (waiting.flags, waiting.depth, waiting.open_masses),
+        envs=shape.num_envs,
+        per_envs=reciprocal(shape.num_envs),
+        stack=shape.stack,
+        n_step=shape.n_step,
+        lines=lines,
+        per_lines=reciprocal(lines),
+        ahead=shape.ahead,
+        stride=shape.stride,
+        per_stride=reciprocal(shape.stride),
+        NEXT_STEP=shape.next_step,
+        LONG=shape.length > 0,
+        STRICT=shape.strict,
         FINDS_WINNERS=together > 0,
         num_warps=update_warps(together),
     )

@@ -29,7 +29,6 @@ On the host all that a step changes except the fields is changed by one loop; on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -42,52 +41,12 @@ from gpu_replay.ops.advice import warn_caller
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import Launch, aligned, reciprocal
 from gpu_replay.ops.masses import DeviceMasses, MassTree
-from gpu_replay.ops.ring import moved_rows
+from gpu_replay.ops.ring import StreamShape, moved_rows
 
 
 def endings(flags: Tensor) -> dict[str, Tensor]:
     """How single steps ended, as bool of the shape of their flags."""
     return {"terminated": flags & Flag.TERMINATED != 0, "truncated": flags & Flag.TRUNCATED != 0}
-
-
-@dataclass(frozen=True)
-class StreamShape:
-    """How the ring is divided: `steps` steps of `num_envs` environments; the slot of key `k` is `k % slots`.
-
-    next_step: whether the step after an ending carries the final observation.
-    finals:    final observations kept apart from the ring; 0 with `next_step`.
-    terminal:  whether those of terminated episodes are kept there too, where truncated ones leave a place.
-    hindsight: whether later goals are looked up: episodes are then remembered.
-    length:    steps of a row that is a sequence, 0 where rows are single steps; `strict` if all lie in one episode, and
-               the stride of their first steps.
-    """
-
-    num_envs: int
-    steps: int
-    stack: int
-    n_step: int
-    next_step: bool
-    finals: int
-    terminal: bool = False
-    hindsight: bool = False
-    length: int = 0
-    strict: bool = False
-    stride: int = 1
-
-    @property
-    def ahead(self) -> int:
-        """Steps from the first of a row to its last."""
-        return max(self.length - 1, 0)
-
-    @property
-    def lines(self) -> int:
-        """Steps whose start may not be eligible yet."""
-        return self.n_step + 1 + self.ahead
-
-    @property
-    def slots(self) -> int:
-        """Steps of all environments that fit."""
-        return self.num_envs * self.steps
 
 
 def warn_of_flaw(shape: StreamShape) -> None:
