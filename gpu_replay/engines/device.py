@@ -20,7 +20,7 @@ from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import DeviceRandom, make_chosen_draw, make_draw
 from gpu_replay.ops.launch import allocator, per_arguments
 from gpu_replay.ops.masses import Add, DeviceMasses, make_add, make_update
-from gpu_replay.ops.ranks import DeviceRanks
+from gpu_replay.ops.ranks import DeviceRanks, device_ranks_bytes
 from gpu_replay.ops.ring import Finish, Gather, make_gather
 from gpu_replay.samplers import BaseSampler, LinearSchedule, check_chances, choose
 from gpu_replay.validation import materialized
@@ -77,8 +77,9 @@ class DeviceSampler:
     @property
     def scratch_bytes(self) -> int:
         """Bytes used in addition to the state's."""
-        parts = [part.nbytes for part in (self.masses, self._ranks) if part is not None]
-        return sum(parts) + sum(tensor.nbytes for tensor in self._scratch.values())
+        masses = 0 if self.masses is None else self.masses.nbytes
+        ranks = 0 if self._ranks is None else device_ranks_bytes(self.state.slots)
+        return masses + ranks + sum(tensor.nbytes for tensor in self._scratch.values())
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""

@@ -24,12 +24,14 @@ from gpu_replay.loops import ring as loops
 from gpu_replay.ops.counters import NO_KEY, Counter, HostWords
 from gpu_replay.ops.draw import DrawRange, slots_in
 from gpu_replay.ops.masses import MassTree
-from gpu_replay.ops.ranks import HostRanks, RankedRows
+from gpu_replay.ops.ranks import HostRanks, RankedRows, host_ranks_bytes
 from gpu_replay.ops.ring import LARGE, BatchMemory, as_torch, commit, contiguous, convert, gather_rows, parts_of, put
 from gpu_replay.samplers import HostDraw, Sampler
 from gpu_replay.validation import as_tensor
 
 _NONE = np.zeros(0, dtype=np.int64)
+# as `Streams.waiting_arrays`, where everything stored can be drawn
+_NOTHING_WAITS = tuple([np.zeros(0, dtype=dtype) for dtype in (np.int64, np.uint8, np.int32, np.int64)])
 
 
 class HostSampler:
@@ -63,7 +65,7 @@ class HostSampler:
             self.draw_by_rank = self._ranks.draw_ranks
         tree = (_NONE,) * 3 if state.tree is None else state.tree.host
         self.arrays = self.counters, self.times_sampled, *tree
-        rule, waiting = state.rule, storage.waiting_arrays()
+        rule, waiting = state.rule, _NOTHING_WAITS if state.streams is None else state.streams.waiting_arrays()
         self._update_arguments = rule.ordered, rule.limit, self.capacity, self.counters, *tree, *waiting
         self._count_sample = loops.count_sample.compiled()
         if state.tree is not None:
@@ -74,7 +76,7 @@ class HostSampler:
     @property
     def scratch_bytes(self) -> int:
         """Bytes used in addition to the state's."""
-        return 0 if self._ranks is None else self._ranks.nbytes
+        return 0 if self._ranks is None else host_ranks_bytes(self.capacity)
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state and draw from the stream of this seed, from the counter's position on."""

@@ -46,7 +46,6 @@ class TrajectoryHostEngine:
         self.count_at_least = sampling.count_at_least
         state, self._streams = sampling.state, storage.streams
         self._shape = shape = storage.streams.shape
-        self._capacity = storage.capacity
         self._storage = storage
         rows = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}
         rewards, powers = rows.pop("reward"), powers_of(storage.gamma, shape.n_step)
@@ -183,7 +182,7 @@ class TrajectoryHostEngine:
         """Stacks, windows and single fields of eligible starts, or of the sequences from them on."""
         shape, ahead = self._shape, self._ahead
         if shape.length:
-            slots = ((slots[:, None] + np.arange(shape.length) * shape.num_envs) % self._capacity).reshape(-1)
+            slots = ((slots[:, None] + np.arange(shape.length) * shape.num_envs) % shape.slots).reshape(-1)
         frame_slots = np.empty((2 * slots.size, shape.stack), np.int64)
         reward, discount = np.empty((2, slots.size), np.float32)
         terminated, truncated = np.empty((2, slots.size), np.bool_)

@@ -131,10 +131,6 @@ class Storage:
     # of a trajectory buffer
     streams: Streams | None = None
 
-    def waiting_arrays(self) -> tuple[np.ndarray, ...]:
-        """What tells `loops/masses.py` where masses wait until their step can be drawn; empty for transitions."""
-        return tuple([np.zeros(0, dtype=dtype) for dtype in (np.int64, np.uint8, np.int32, np.int64)])
-
     def reset_after(self, added: int) -> None:
         """Make all slots that so many transitions leave unwritten as if they had never been written."""
         self.times_sampled[min(added, self.capacity) :].zero_()
@@ -306,13 +302,6 @@ class TrajectoryStorage(Storage):
     def stream_tensors(self, written: int) -> dict[str, Tensor]:
         """Views of the tensors kept apart from the fields for the first `written` slots, by name."""
         return self.streams.views(written) | {f"final.{name}": tensor for name, tensor in self.finals.items()}
-
-    def waiting_arrays(self) -> tuple[np.ndarray, ...]:
-        """What tells `loops/masses.py` where masses wait until their step can be drawn."""
-        shape, streams = self.streams.shape, self.streams
-        rows = shape.n_step, shape.ahead, shape.strict, shape.stride
-        settings = np.array([shape.num_envs, shape.stack, shape.next_step, *rows], dtype=np.int64)
-        return settings, streams.flags.numpy(), streams.depth.numpy(), streams.open_masses.numpy().reshape(-1)
 
     def reset_after(self, added: int) -> None:
         """Make all slots that so many steps leave unwritten as if they had never been written."""

@@ -130,16 +130,6 @@ def fanout_for(backend: Backend) -> int:
     return 16 if backend == "host" else 32
 
 
-def level_sizes(slots: int, backend: Backend, summed: bool) -> list[int]:
-    """Nodes of each level, leaves first, each padded to whole blocks; without sums leaves alone."""
-    fanout = fanout_for(backend)
-    # of the root the host's loops scan thousands of nodes at once, a kernel one block
-    most, sizes = ROOT_LIMIT if backend == "host" else fanout, [-(-slots // fanout) * fanout]
-    while summed and sizes[-1] > most:
-        sizes.append(-(-(sizes[-1] // fanout) // fanout) * fanout)
-    return sizes
-
-
 class TreeArrays(NamedTuple):
     """Host: a tree as `loops/masses.py` takes it."""
 
@@ -158,8 +148,12 @@ class MassTree:
     def __init__(self, slots: int, device: torch.device, backend: Backend, *, summed: bool = True) -> None:
         self.slots = slots
         self.backend = backend
-        self.fanout = fanout_for(backend)
-        sizes = level_sizes(slots, backend, summed)
+        self.fanout = fanout = fanout_for(backend)
+        # nodes of each level, padded to whole blocks; of the root the host's loops scan thousands at once, a kernel one
+        # block
+        most, sizes = ROOT_LIMIT if backend == "host" else fanout, [-(-slots // fanout) * fanout]
+        while summed and sizes[-1] > most:
+            sizes.append(-(-(sizes[-1] // fanout) // fanout) * fanout)
         if backend == "host" and device.type != "meta":
             # all levels in one piece, for the compiled loops
             starts = np.cumsum([0, *sizes])

@@ -108,7 +108,7 @@ def _arrays(slots: int, full: Callable[[Any, int, Any], np.ndarray] = np.full) -
 
 
 def host_ranks_bytes(slots: int) -> int:
-    """Bytes of the `HostRanks` of a buffer."""
+    """Bytes of the `HostRanks` of a buffer: of table, order and recorded changes."""
     # one number seen in every place has the size of an array and takes no memory
     arrays = _arrays(slots, lambda shape, number, dtype: np.broadcast_to(dtype(number), shape))
     return slots * np.int64().nbytes + sum(array.nbytes for array in arrays)
@@ -127,11 +127,6 @@ class HostRanks:
         self._sums = cumulative_masses(slots, alpha)
         self.changed_slots, *self._order = _arrays(slots)
         self._counts = self._order[-1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of table, order and recorded changes."""
-        return host_ranks_bytes(self._leaves.size)
 
     def draw_ranks(self, doubles: np.ndarray, *, stratified: bool) -> RankedRows:
         """Draw one row for each of (B,) float64 in [0, 1). Raises RuntimeError where no slot can be drawn.
@@ -171,17 +166,15 @@ class HostRanks:
             loops.remove.compiled()(changed, *self._order)
             insert, done = loops.insert.compiled(), 0
             while (done := insert(changed, done, added, self._leaves, *self._order)) < changed.size:
-                self._fill(self._list(added), added)
+                # all that have a rank
+                listed = np.arange(self._counts.item(loops.RANKED))
+                self._fill(self._located(listed, added), added)
 
     def _located(self, ranks: np.ndarray, added: int) -> np.ndarray:
         """The (B,) slots that have these ranks, counted from 0."""
         slots = np.empty(ranks.size, dtype=np.int64)
         loops.locate.compiled()(ranks, added, slots, *self._order)
         return slots
-
-    def _list(self, added: int) -> np.ndarray:
-        """The (n,) slots that have a rank in order."""
-        return self._located(np.arange(self._counts.item(loops.RANKED)), added)
 
     def _fill(self, listed: np.ndarray, added: int) -> None:
         """Make all blocks anew of (n,) slots in order, each five eighths full."""
@@ -222,7 +215,7 @@ def inclusive_prefix_sum(values: Tensor) -> Tensor:
 
 
 def device_ranks_bytes(slots: int) -> int:
-    """Bytes of the `DeviceRanks` of a buffer."""
+    """Bytes of the `DeviceRanks` of a buffer: of table and list."""
     return (2 * slots + 1) * np.int64().nbytes
 
 
@@ -241,11 +234,6 @@ class DeviceRanks:
         self.listed = counters.new_zeros(1)
         # whether the list is that of this moment, as far as the host knows, and whether a graph may have changed that
         self._current = self._unsure = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of table and list."""
-        return device_ranks_bytes(self.sums.numel())
 
     def changed(self, capturing: bool) -> None:
         """Transitions were added, updated, cleared or restored."""

@@ -126,6 +126,13 @@ class Streams:
         """Bytes of all of it."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def waiting_arrays(self) -> tuple[np.ndarray, ...]:
+        """Host: what tells `loops/masses.py` where masses wait until their step can be drawn."""
+        shape = self.shape
+        rows = shape.n_step, shape.ahead, shape.strict, shape.stride
+        settings = np.array([shape.num_envs, shape.stack, shape.next_step, *rows], dtype=np.int64)
+        return settings, self.flags.numpy(), self.depth.numpy(), self.open_masses.numpy().reshape(-1)
+
     def waiting_masses(self, keys: Tensor, first: int, added: int) -> Tensor:
         """(m,) int64 masses that wait until these live keys can be drawn, 0 where none does or they never will be.
 
