@@ -20,7 +20,7 @@ import torch
 from gpu_replay import Field, ReplayBuffer
 from gpu_replay.console.markdown import table
 from gpu_replay.console.progress import Progress
-from gpu_replay.engines.storage import free_bytes
+from gpu_replay.engines.memory import free_bytes
 
 from .measure import Plan, Run
 from .operations import OURS, Case

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gpu_replay.console.progress import Progress
-from gpu_replay.engines.storage import free_bytes
+from gpu_replay.engines.memory import free_bytes
 
 from .baselines import FLOAT32_SLOTS, Maker
 from .kernel_inputs import Inputs

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from gpu_replay import Field, Proportional, RankBased, ReplayBuffer
-from gpu_replay.engines.trajectory_storage import TrajectoryStorage
+from gpu_replay.engines.storage import TrajectoryStorage
 from gpu_replay.ops._backend import choose
 from gpu_replay.ops.launch import per_arguments
 from gpu_replay.ops.masses import UNIT, MassTree
-from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
+from gpu_replay.ops.ranks import inclusive_prefix_sum
 from gpu_replay.ops.ring import make_gather
 from gpu_replay.ops.steps import powers_of
 from gpu_replay.ops.windows import make_gather_windows

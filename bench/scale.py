@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from gpu_replay.engines.storage import free_bytes
+from gpu_replay.engines.memory import free_bytes
 
 from . import lower_bound, memory, subjects
 from .measure import Maker, Part, Run

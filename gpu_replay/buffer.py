@@ -16,9 +16,9 @@ from gpu_replay.batch import Batch
 from gpu_replay.engines.device import DeviceEngine
 from gpu_replay.engines.host import HostEngine
 from gpu_replay.engines.memory import StoragePath
-from gpu_replay.engines.storage import UNIFORM, check_capacity
+from gpu_replay.engines.storage import check_capacity
 from gpu_replay.fields import Field, check_fields, check_names, flattened
-from gpu_replay.samplers import Sampler
+from gpu_replay.samplers import UNIFORM, Sampler
 from gpu_replay.spaces import classic_fields
 
 if TYPE_CHECKING:

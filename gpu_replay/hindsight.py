@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, get_args
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gpu_replay import validation
 from gpu_replay.fields import Field
-from gpu_replay.ops.hindsight import RelabelInput, Strategy, masked_put
+from gpu_replay.ops.hindsight import GoalRows, Strategy, masked_put, put_goals
+from gpu_replay.ops.windows import StepStore
 
 _PREFIX = "obs."
 _REWARD = torch.float32
@@ -159,17 +160,18 @@ class Hindsight:
                 f"relabel needs n_step=1; found n_step={n_step}. Only the reward of a single step can be recomputed."
             )
 
-    def rewrite(self, tensors: dict[str, Tensor], shown: RelabelInput, names: Iterable[str], gamma: float) -> None:
-        """Recompute the rewards, and terminations, of rows with new goals in place, by the user's functions.
+    def rewrite(self, tensors: dict[str, Tensor], chosen: GoalRows, raw: Tensor, storage: StepStore) -> None:
+        """Give chosen rows new goals in place, and the rewards and terminations of the user's functions.
 
-        tensors: of the batch. names: the fields that are no observations. gamma: the discount of a step.
+        tensors: of the batch. raw: as in `put_goals`.
         """
-        rows, known, achieved, desired = shown
+        rows, known = chosen.rows, chosen.known
+        achieved, desired = put_goals(tensors, chosen, raw, storage, self.achieved_field, self.desired_field)
 
         def arguments(name: str, *goals: Tensor) -> tuple[Any, ...]:
             if vars(self)[f"_{name}_takes"] == len(goals):
                 return goals
-            return *goals, {each: tensors[each].index_select(0, rows) for each in names}
+            return *goals, {each: tensors[each].index_select(0, rows) for each in storage.singles}
 
         # each function gets its own copy, since it may work in place
         again = None if self.terminated_fn is None else arguments("terminated_fn", achieved.clone(), desired.clone())
@@ -185,7 +187,7 @@ class Hindsight:
         if terminated.dtype != torch.bool:
             raise TypeError(f"terminated_fn of Hindsight must return bool; found {terminated.dtype}.")
         masked_put(tensors["terminated"], rows, known, terminated)
-        discount = tensors["discount"].new_full(rows.shape, gamma)
+        discount = tensors["discount"].new_full(rows.shape, storage.gamma)
         masked_put(tensors["discount"], rows, known, discount.masked_fill_(terminated, 0.0))
 
     def _made(self, name: str, value: Any, rows: Tensor) -> Tensor:

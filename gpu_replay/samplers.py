@@ -28,7 +28,7 @@ from gpu_replay.ops.draw import (
     targets_in,
     weights_of,
 )
-from gpu_replay.ops.masses import MassRule, MassTree, OrderRule, Rule
+from gpu_replay.ops.masses import MassRule, MassTree, OrderRule
 from gpu_replay.ops.ranks import RankedRows
 from gpu_replay.stats import (
     Distribution,
@@ -184,7 +184,7 @@ class _RandomSampler(Sampler):
         """The exponent of importance weights of the next sample."""
         return self.beta(host.counters.item(Counter.STEP)) if isinstance(self.beta, LinearSchedule) else self.beta
 
-    def rule(self, slots: int) -> Rule:
+    def rule(self, slots: int) -> MassRule:
         """The rule that turns priorities into the values of the tree."""
         return MassRule.for_slots(slots, 0.0, 0.0, None)
 
@@ -220,7 +220,7 @@ class _RandomSampler(Sampler):
         return _some(within.total, needed), lambda places: slots_in(tree, within, places)
 
     @abstractmethod
-    def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
+    def distribution(self, leaves: Tensor, rule: MassRule, eligible: int) -> Distribution:
         """Of one row, given what is kept."""
 
 
@@ -287,7 +287,7 @@ class BaseSampler(_RandomSampler):
         host.chances_checked = host.chances_checked or check_chances(self, found)
         return self._weighed(host, beta, slots_at(places.numpy()), chances.numpy(), 1.0)
 
-    def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
+    def distribution(self, leaves: Tensor, rule: MassRule, eligible: int) -> Distribution:
         return chance_distribution(all_chances(self, eligible, leaves.device) if eligible else np.zeros(0))
 
 
@@ -406,7 +406,7 @@ class Uniform(_RandomSampler):
         weight.fill(1)
         return slots, probability, weight
 
-    def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
+    def distribution(self, leaves: Tensor, rule: MassRule, eligible: int) -> Distribution:
         return uniform_distribution(eligible)
 
 
@@ -473,7 +473,7 @@ class Proportional(_Prioritized):
         clip = None if self.clip is None else check_float("Proportional clip", self.clip, above=True)
         _put(self, eps=check_float("Proportional eps", self.eps, high=MOST_EXPONENT), clip=clip)
 
-    def rule(self, slots: int) -> Rule:
+    def rule(self, slots: int) -> MassRule:
         return MassRule.for_slots(slots, self.alpha, self.eps, self.clip)
 
     def draw(self, host: HostState, rows: int, beta: float | None) -> HostDraw:
@@ -484,7 +484,7 @@ class Proportional(_Prioritized):
             _some(0)
         return slots, probability, weights_of(ratio, self.exponent(host) if beta is None else beta)
 
-    def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
+    def distribution(self, leaves: Tensor, rule: MassRule, eligible: int) -> Distribution:
         return mass_distribution(leaves, rule)
 
 
@@ -510,15 +510,18 @@ class RankBased(_Prioritized):
     normalize: Literal["batch", "buffer"] = "batch"
     stratified: bool = True
 
-    def rule(self, slots: int) -> Rule:
+    def rule(self, slots: int) -> MassRule:
         return OrderRule()
 
     def draw(self, host: HostState, rows: int, beta: float | None) -> HostDraw:
         slots, masses, total, last = host.draw_by_rank(host.random.doubles(rows), stratified=self.stratified)
         return self._weighed(host, beta, slots, masses, total, last if self.normalize == "buffer" else 0)
 
-    def distribution(self, leaves: Tensor, rule: Rule, eligible: int) -> Distribution:
+    def distribution(self, leaves: Tensor, rule: MassRule, eligible: int) -> Distribution:
         return rank_distribution(leaves, rule, self.alpha)
+
+
+UNIFORM = Uniform()
 
 
 @dataclass(frozen=True)
@@ -526,7 +529,7 @@ class Latest(Sampler):
     """The newest `B` transitions, newest last, for on-policy learning."""
 
     # not used: all rows are the newest
-    base = Uniform()
+    base = UNIFORM
 
     def newest_of(self, batch: int) -> int:
         return batch

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.ops.masses import UNIT, MassRule, Rule
+from gpu_replay.ops.masses import UNIT, MassRule
 from gpu_replay.ops.ranks import cumulative_masses
 
 # masses converted together, so that a large buffer is not copied to float64 at once
@@ -89,7 +89,7 @@ def chance_distribution(chances: np.ndarray) -> Distribution:
     return Distribution(entropy, 1 / float((drawn**2).sum()) if drawn.size else 0.0)
 
 
-def mass_distribution(masses: Tensor, rule: Rule) -> Distribution:
+def mass_distribution(masses: Tensor, rule: MassRule) -> Distribution:
     """The distribution of (N,) int64 masses; slots of mass 0 are not counted."""
     count, total, m_log_m, squares, priorities = 0, 0, 0.0, 0.0, 0.0
     low, high = math.inf, 0.0
@@ -113,7 +113,7 @@ def mass_distribution(masses: Tensor, rule: Rule) -> Distribution:
     return Distribution(entropy, float(total) ** 2 / squares, float(ends[0]), mean, float(ends[1]))
 
 
-def rank_distribution(codes: Tensor, rule: Rule, alpha: float) -> Distribution:
+def rank_distribution(codes: Tensor, rule: MassRule, alpha: float) -> Distribution:
     """The distribution of (N,) int64 order codes sampled by rank; slots of code 0 are not counted."""
     count, mean = int((codes > 0).sum()), 0.0
     if not count:

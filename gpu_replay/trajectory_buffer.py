@@ -23,8 +23,7 @@ from gpu_replay.batch import Batch
 from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
 from gpu_replay.engines.memory import MakeMemory, StoragePath
-from gpu_replay.engines.storage import UNIFORM
-from gpu_replay.engines.trajectory_storage import (
+from gpu_replay.engines.storage import (
     Autoreset,
     Padding,
     StreamSettings,
@@ -34,7 +33,7 @@ from gpu_replay.engines.trajectory_storage import (
 )
 from gpu_replay.fields import FLAG, REWARD, Field
 from gpu_replay.hindsight import Hindsight, check_saved_relabel
-from gpu_replay.samplers import Sampler, Sequences
+from gpu_replay.samplers import UNIFORM, Sampler, Sequences
 from gpu_replay.spaces import ASSUMED_AUTORESET, autoreset_name, step_fields, vector_settings, warn_of_stacks
 
 if TYPE_CHECKING:
@@ -314,7 +313,7 @@ class TrajectoryReplayBuffer(Buffer):
         for name, field in self._step_fields.items():
             steps = len(next(iter(values.values()))) if values else None
             values[name] = self._input.steps(name, fields[name], field, steps)
-        terminated, truncated = (_on_host(values.pop(name)) for name in ("terminated", "truncated"))
+        terminated, truncated = [_on_host(values[name]) for name in ("terminated", "truncated")]
         count, envs = terminated.shape
         if priority is not None:
             checked = validation.as_tensor("priority", priority, self._device)
@@ -327,7 +326,7 @@ class TrajectoryReplayBuffer(Buffer):
         with self._lock:
             first = self._sampling.span()[1]
             keys = torch.arange(first, first + count * envs, device=self._device).view(count, envs)
-            return self._engine.extend(values, terminated, truncated, priority, finals, keys)
+            return self._engine.extend(values, priority, finals, keys)
 
     def begin_episodes(self, envs: Any = None) -> None:
         """Mark the next step of all environments, or of those in `envs`, as the first of a new episode.

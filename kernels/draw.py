@@ -3,10 +3,9 @@
 import triton
 import triton.language as tl
 
-from .constants import ADDED, FIRST, LOWEST, NO_MASS, RANDOM, SEED
+from .constants import ADDED, BASE, FIRST, LOWEST, NO_MASS, RANDOM, SEED
 from .masses import descend, from_oldest, mass_before, newest_eligible, newest_with_mass, total_of
 from .random import divided, floor_of_product, permuted_rank, remainder, words_at
-from .ranks import rank_at
 
 
 @triton.jit
@@ -55,6 +54,27 @@ def target_in(total, draw, drawn, per_drawn, stream, STRATIFIED: tl.constexpr, R
 
 
 @triton.jit
+def rank_at(sums_ptr, target, count, DIGITS: tl.constexpr):
+    """The first ranks whose sum of masses exceeds (DRAWS,) targets, one digit of the rank after the other.
+
+    A thread searches for one target, as in `masses.py`.
+    """
+    rank = target * 0
+    # of the parts into which a digit divides what is left
+    width = tl.full([], BASE**DIGITS, tl.int64)
+    for _ in range(DIGITS):
+        width //= BASE
+        passed = rank * 0
+        for digit in tl.static_range(1, BASE):
+            # the last rank of a part; no target passes the end of all ranks
+            last = rank + (digit * width - 1)
+            passed += (tl.load(sums_ptr + last, mask=last < count, other=NO_MASS) <= target).to(tl.int64)
+        rank += passed * width
+    # in bounds where nothing is ranked
+    return tl.minimum(rank, count - 1)
+
+
+@triton.jit
 def located(levels, ranks, target, head, capacity, BY: tl.constexpr, DIGITS: tl.constexpr):
     """The slots on which targets in all mass fall, and their masses: see `draw_kernel`."""
     if BY == "rank":
@@ -81,16 +101,6 @@ def total_and_lowest(levels, ranks, counters_ptr, BY: tl.constexpr):
         total = total_of(levels)
         lowest = tl.load(counters_ptr + LOWEST)
     return total, lowest
-
-
-@triton.jit
-def store_rows(outputs, row, slot, key, probability, mass, named):
-    """Store what was drawn for the named rows."""
-    slots_ptr, keys_ptr, probability_ptr, masses_ptr = outputs[0], outputs[1], outputs[2], outputs[3]
-    tl.store(slots_ptr + row, slot, mask=named)
-    tl.store(keys_ptr + row, key, mask=named)
-    tl.store(probability_ptr + row, probability.to(tl.float32), mask=named)
-    tl.store(masses_ptr + row, mass, mask=named)
 
 
 @triton.jit(
@@ -184,6 +194,9 @@ def draw_kernel(
             else:
                 last = slot
             slot = tl.where(by_chance, slot, last)
-    key = key_in_slot(slot, added, head, capacity)
-    chance = tl.where(by_chance, chance, 1.0)
-    store_rows(outputs, draw, slot, key, chance, tl.where(by_chance, mass, 0), draw < batch)
+    slots_ptr, keys_ptr, probability_ptr, masses_ptr = outputs[0], outputs[1], outputs[2], outputs[3]
+    named = draw < batch
+    tl.store(slots_ptr + draw, slot, mask=named)
+    tl.store(keys_ptr + draw, key_in_slot(slot, added, head, capacity), mask=named)
+    tl.store(probability_ptr + draw, tl.where(by_chance, chance, 1.0).to(tl.float32), mask=named)
+    tl.store(masses_ptr + draw, tl.where(by_chance, mass, 0), mask=named)

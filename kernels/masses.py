@@ -300,29 +300,19 @@ def add_to_root(root_ptr, node, change):
 
 @triton.jit
 def waiting_steps(
-    key,
-    slot,
-    named,
-    streams,
-    ring,
-    rows,
-    capacity,
-    per_capacity,
-    counters_ptr,
-    NEXT_STEP: tl.constexpr,
-    LONG: tl.constexpr,
-    STRICT: tl.constexpr,
+    key, slot, named, streams, ring, rows, NEXT_STEP: tl.constexpr, LONG: tl.constexpr, STRICT: tl.constexpr
 ):
     """Which of the named live steps, which cannot be drawn, may be drawn once their rows are decided.
 
     The rule is that of `waiting_place` of the host.
 
-    streams: flags, depths, and masses that wait. ring: environments, frames of a stack and steps of a window, the first
-             with its reciprocal. rows: steps from the first of a row to its last, and the stride with its reciprocal.
+    streams: flags, depths, and masses that wait. ring: the counters, slots and environments, both with their
+             reciprocals. rows: frames of a stack, steps of a window and from the first of a row to its last, and the
+             stride with its reciprocal.
     """
     flags_ptr, depth_ptr, _ = streams
-    envs, per_envs, stack, n_step = ring
-    ahead, stride, per_stride = rows
+    counters_ptr, capacity, per_capacity, envs, per_envs = ring
+    stack, n_step, ahead, stride, per_stride = rows
     added = tl.load(counters_ptr + ADDED)
     oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
     number, env = divided(tl.where(named, key, 0), envs, per_envs)
@@ -437,21 +427,9 @@ def update_kernel(
         meant = winner & (old > 0)
         accepted = meant & (new > 0)
         if len(streams) > 0:
-            ring = envs.to(tl.int64), per_envs, stack, n_step
-            waits = waiting_steps(
-                key,
-                slot,
-                winner & (old == 0),
-                streams,
-                ring,
-                (ahead, stride, per_stride),
-                capacity,
-                per_capacity,
-                counters_ptr,
-                NEXT_STEP,
-                LONG,
-                STRICT,
-            )
+            ring = counters_ptr, capacity, per_capacity, envs.to(tl.int64), per_envs
+            rows = stack, n_step, ahead, stride, per_stride
+            waits = waiting_steps(key, slot, winner & (old == 0), streams, ring, rows, NEXT_STEP, LONG, STRICT)
             place = remainder(tl.where(waits, key, 0), lines, per_lines)
             tl.store(streams[2] + place, new, mask=waits & (new > 0))
             meant = meant | waits

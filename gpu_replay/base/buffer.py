@@ -108,7 +108,10 @@ class Buffer(StatefulBuffer):
         """
         with self._alone():
             key = validation.as_keys(keys, self._device).to(self._device).clone()
-            return Batch({**self._engine.read(key), "key": key})
+            slots = key % self._state.slots
+            eligible = self._state.eligible.masses[slots] > 0 if self._shape is not None else True
+            check_live(key, *self._sampling.span(), eligible)
+            return Batch({**self._engine.read(slots), "key": key})
 
     def keys(self, eligible: bool = False) -> Tensor:
         """The live keys, (size,) int64 on the buffer's device, oldest first.
@@ -166,7 +169,7 @@ class Buffer(StatefulBuffer):
             if start >= end:
                 return None
             keys = torch.arange(start, min(start + rows, end), device=self._device)
-            return Batch({**self._engine.stored(keys), "key": keys})
+            return Batch({**self._engine.stored(keys % self._state.slots), "key": keys})
 
     def epoch(self, batch_size: int, *, shuffle: bool = True) -> Iterator[Batch]:
         """Iterate over every row that can be sampled now, each once, `batch_size` rows at a time; the last batch may be
@@ -212,7 +215,8 @@ class Buffer(StatefulBuffer):
                 fits = torch.nonzero(self._can_be_sampled(keys[:rows]))[: rows - len(chosen), 0]
                 chosen = torch.cat((chosen, keys[fits]))
                 keys = keys[rows if len(chosen) < rows else int(fits[-1]) + 1 :]
-            return (Batch({**self._engine.read(chosen), "key": chosen}) if len(chosen) else None), keys
+            slots = chosen % self._state.slots
+            return (Batch({**self._engine.read(slots), "key": chosen}) if len(chosen) else None), keys
 
     def priorities(self, keys: Any) -> Tensor:
         """Return the priorities of these live keys, (m,) float64 on the buffer's device.
@@ -229,12 +233,13 @@ class Buffer(StatefulBuffer):
                 f"{self._sampler} keeps no priorities that could be read; use Proportional or RankBased with alpha > 0."
             )
         with self._alone():
-            key, span = validation.as_keys(keys, self._device).to(self._device), self._sampling.span()
-            check_live(key, *span)
-            stored = self._state.masses.masses[key % self._state.slots]
-            waiting = self._storage.waiting_masses(key, *span)
-            masses = (stored if waiting is None else torch.where(stored > 0, stored, waiting)).cpu().numpy()
-        numbers = np.where(masses > 0, self._state.rule.priorities(np.maximum(masses, 1)), 0.0)
+            live, streams = validation.as_keys(keys, self._device).to(self._device), self._state.streams
+            check_live(live, *self._sampling.span())
+            masses = self._state.masses.masses[live % self._state.slots]
+            if streams is not None:
+                masses = torch.where(masses > 0, masses, streams.waiting_masses(live, *self._sampling.span()))
+            leaves = masses.cpu().numpy()
+        numbers = np.where(leaves > 0, self._state.rule.priorities(np.maximum(leaves, 1)), 0.0)
         return torch.from_numpy(numbers).to(self._device)
 
     # calls

@@ -19,7 +19,14 @@ from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.checkpoint.state import NO_SETTINGS, BufferCheckpoint, check_described, config_of, describe_sampler
 from gpu_replay.engines.device import DeviceSampler
 from gpu_replay.engines.host import HostSampler
-from gpu_replay.engines.memory import MakeMemory, StoragePath, check_placement
+from gpu_replay.engines.memory import (
+    MakeMemory,
+    StoragePath,
+    check_device,
+    check_placement,
+    check_room,
+    free_bytes,
+)
 from gpu_replay.engines.state import (
     META,
     SPECIFIC,
@@ -30,14 +37,14 @@ from gpu_replay.engines.state import (
     sizes_of,
     turned,
 )
-from gpu_replay.engines.storage import Storage, check_device, check_room, free_bytes
+from gpu_replay.engines.storage import Storage
 from gpu_replay.fields import Field
 from gpu_replay.graphs import never_traced
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops._backend import choose
 from gpu_replay.ops.advice import warn_of_python
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.steps import StreamShape
+from gpu_replay.ops.ring import StreamShape
 from gpu_replay.samplers import Sampler, check_own, check_sampler
 from gpu_replay.validation import check_int
 
@@ -96,14 +103,7 @@ class StatefulBuffer:
         with torch.inference_mode(False), self._stream_order:
             memory = self._placement.memory(self._stream_order.drain)
             self._storage = self._make_storage(self._device, memory)
-            self._state = SamplerState(
-                sampler,
-                capacity,
-                self._device,
-                self._backend,
-                self._seed,
-                tracks_eligibility=self._shape is not None,
-            )
+            self._state = SamplerState(sampler, self._storage, self._backend, self._seed)
             self._counters = self._state.counters
             self._made_engine: Engine = self._make_engine()
         if self._on_host:

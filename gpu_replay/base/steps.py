@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gpu_replay import validation
 from gpu_replay.fields import DICTIONARIES, TORCH_OF, Field, check_names, flattened, has_items
-from gpu_replay.ops.steps import GivenFinals, StreamShape
+from gpu_replay.ops.ring import StreamShape
+from gpu_replay.ops.steps import GivenFinals
 
 
 def is_objects(value: Any) -> bool:

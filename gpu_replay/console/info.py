@@ -9,7 +9,7 @@ import time
 import torch
 
 from gpu_replay.console.versions import OPTIONAL, device_name, versions
-from gpu_replay.engines.storage import free_bytes
+from gpu_replay.engines.memory import free_bytes
 from gpu_replay.loops.compiling import Loop, compiler, modules
 from gpu_replay.ops._backend import VARIABLE, choose
 from gpu_replay.ops.advice import install

@@ -22,7 +22,6 @@ from gpu_replay.checkpoint.format import Checkpoint
 from gpu_replay.checkpoint.shards import Part
 from gpu_replay.checkpoint.state import BufferCheckpoint, BufferState, field_from, sampler_from
 from gpu_replay.fields import Field
-from gpu_replay.ops.masses import MassRule
 from gpu_replay.ops.ranks import cumulative_masses
 from gpu_replay.stats import chance_distribution
 from gpu_replay.validation import check_path
@@ -181,7 +180,7 @@ def _report(
             order = np.lexsort((keys, -weights))[: int((weights > 0).sum())]
             weights = np.zeros(len(keys), dtype=np.int64)
             weights[order] = np.diff(cumulative_masses(max(1, len(order)), base.alpha), prepend=0)[: len(order)]
-        elif isinstance(rule, MassRule) and rule.alpha == 0:
+        elif rule.alpha == 0:
             priority = None
     elif "marks" in names:
         weights = column("marks")

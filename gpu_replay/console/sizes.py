@@ -12,10 +12,16 @@ import torch
 from gpu_replay import Combined, Field, Proportional
 from gpu_replay.console.arguments import positive, whole
 from gpu_replay.console.errors import UserError
-from gpu_replay.engines.memory import check_placement
+from gpu_replay.engines.memory import check_device, check_placement, size_table, sizes_by_place
 from gpu_replay.engines.state import META, sizes_of
-from gpu_replay.engines.storage import Storage, check_capacity, check_device, size_table, sizes_by_place
-from gpu_replay.engines.trajectory_storage import Autoreset, StreamSettings, TrajectoryStorage, check_stream_fields
+from gpu_replay.engines.storage import (
+    Autoreset,
+    Storage,
+    StreamSettings,
+    TrajectoryStorage,
+    check_capacity,
+    check_stream_fields,
+)
 from gpu_replay.fields import STORABLE, check_fields
 from gpu_replay.ops._backend import Backend, choose
 from gpu_replay.samplers import Sampler, Sequences

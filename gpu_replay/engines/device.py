@@ -14,14 +14,14 @@ from torch import Tensor
 
 from gpu_replay.engines.memory import seen_from
 from gpu_replay.engines.state import SamplerState
-from gpu_replay.engines.storage import Storage, check_live
+from gpu_replay.engines.storage import Storage
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import DeviceRandom, make_chosen_draw, make_draw
 from gpu_replay.ops.launch import allocator, per_arguments
 from gpu_replay.ops.masses import Add, DeviceMasses, make_add, make_update
-from gpu_replay.ops.ranks import DeviceRanks
-from gpu_replay.ops.ring import Finish, Gather, make_gather, write_rows
+from gpu_replay.ops.ranks import DeviceRanks, device_ranks_bytes
+from gpu_replay.ops.ring import Finish, Gather, make_gather
 from gpu_replay.samplers import BaseSampler, LinearSchedule, check_chances, choose
 from gpu_replay.validation import materialized
 
@@ -64,24 +64,22 @@ class DeviceSampler:
         if base.prioritized and not base.summed:
             self._ranks = DeviceRanks(state.slots, base.alpha, self.counters)
         if state.tree is not None:
-            initial = 1.0 if isinstance(base.initial, str) else float(base.initial)
-            self.masses = DeviceMasses(state.tree, state.rule, state.rule.mass(initial))
-        # where the initial mass of new transitions is found, if it is among the counters
-        self.initial_counter = {"running": Counter.MAX_MASS, "stored": Counter.HIGHEST}.get(str(base.initial))
+            self.masses = DeviceMasses(state.tree, state.rule, state.initial)
         if isinstance(base.beta, LinearSchedule):
             parts = [base.beta.start, base.beta.end - base.beta.start, float(base.beta.steps)]
             self._schedule = torch.tensor(parts, dtype=torch.float64, device=self.device)
-        masses, streams = self.masses, storage.streams
+        masses = self.masses
         # another dtype of priorities is another launch
         self._updates = per_arguments(
-            lambda keys, dtype: make_update(masses, state.counters, state.slots, keys, streams)
+            lambda keys, dtype: make_update(masses, state.counters, state.slots, keys, state.streams)
         )
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes used in addition to the state's."""
-        parts = [part.nbytes for part in (self.masses, self._ranks) if part is not None]
-        return sum(parts) + sum(tensor.nbytes for tensor in self._scratch.values())
+        masses = 0 if self.masses is None else self.masses.nbytes
+        ranks = 0 if self._ranks is None else device_ranks_bytes(self.state.slots)
+        return masses + ranks + sum(tensor.nbytes for tensor in self._scratch.values())
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
@@ -184,18 +182,11 @@ class DeviceSampler:
             self._scratch[batch] = torch.empty((3, batch + batch % 2), dtype=torch.int64, device=self.device)
         return tuple(row[:batch] for row in self._scratch.get(batch, ()))
 
-    def make_sample(
-        self,
-        batch: int,
-        scheduled: bool,
-        make_gather: MakeGather,
-        *,
-        more: int = 0,
-    ) -> Sample:
+    def make_sample(self, batch: int, scheduled: bool, make_gather: MakeGather) -> Sample:
         """A function of beta that samples `batch` rows: 2 launches a call, by rank 1 and a sort before them. The last
         one gathers and counts; an exception before it leaves all as it was.
 
-        scheduled: whether a schedule gives beta. more: blocks of random words that the gather takes after the draw.
+        scheduled: whether a schedule gives beta.
         """
         state, base, ranks, device = self.state, self._base, self._ranks, self.device
         drawn = batch - state.sampler.newest_of(batch)
@@ -213,13 +204,12 @@ class DeviceSampler:
                 state.slots,
                 tree=state.tree,
                 starts=state.eligible_tree,
-                tracks_eligibility=state.tracks_eligibility,
                 stratified=base.stratified,
                 normalize_over_buffer=base.normalize == "buffer",
                 replacement=base.replacement,
             )
         schedule = (self._schedule,) if scheduled and self._schedule is not None else ()
-        gather = make_gather(Finish((self._storage.times_sampled, *schedule), blocks + more, minima))
+        gather = make_gather(Finish((self._storage.times_sampled, *schedule), blocks, minima))
         gather = gather if own is None else own.advancing(gather)
         fixed = 0.0 if isinstance(base.beta, LinearSchedule) else base.beta
 
@@ -231,7 +221,7 @@ class DeviceSampler:
             key, probability, weight = integers(), floats(), floats()
             ranked: tuple[Tensor, ...] = ()
             if ranks is not None and by_rank:
-                ranked = ranks.sums, *ranks.current(state.masses, self.order.captures)
+                ranked = ranks.current(state.masses, self.order.captures)
             draw(ranked, (slots, key, probability, masses, lowest))
             tensors = gather(slots, (slots, masses, weight, lowest), fixed if beta is None else beta)
             tensors["key"], tensors["probability"], tensors["weight"] = key, probability, weight
@@ -270,7 +260,7 @@ class DeviceSampler:
             self.changed()
             # the host knows of no eligible start until it asks again
             self.eligible = 0
-            self.state.exclude(here, self._storage.streams)
+            self.state.exclude(here)
 
     def write(self, keys: Tensor, values: dict[str, Tensor]) -> None:
         """Store rows of some fields under (m,) live keys; the last of a repeated key wins, others are counted.
@@ -280,9 +270,8 @@ class DeviceSampler:
         with self.order:
             here, rows = self.moved(keys), {name: self.moved(value) for name, value in values.items()}
             self.order.reads((here, *rows.values()))
-            if here.numel():
-                stores = {name: seen_from(self.device, self._storage.tensors[name]) for name in rows}
-                write_rows(stores, here, rows, self.counters, self.state.slots)
+            stores = {name: seen_from(self.device, self._storage.tensors[name]) for name in rows}
+            self.state.write(stores, here, rows)
 
 
 class DeviceEngine:
@@ -305,8 +294,7 @@ class DeviceEngine:
         self._samples = per_arguments(make_sample)
 
         def make(rows: int, dtype: torch.dtype | None) -> tuple[Callable[[], Tensor], Add]:
-            times_sampled, given = storage.times_sampled, dtype is not None
-            add = make_add(stores, fields, masses, counters, times_sampled, rows, sampling.initial_counter, given=given)
+            add = make_add(stores, fields, masses, counters, storage.times_sampled, rows, given=dtype is not None)
             return allocator((rows,), torch.int64, sampling.device), add
 
         # by the number of rows and the dtype of their priorities
@@ -347,11 +335,10 @@ class DeviceEngine:
         with self.sampling.order:
             return self._samples(batch, beta is None)(beta)
 
-    def read(self, keys: Tensor) -> dict[str, Tensor]:
-        """The stored transitions of these keys; KeyError naming the first that is not live. Waits for the device."""
+    def read(self, slots: Tensor) -> dict[str, Tensor]:
+        """The transitions that are stored in these slots."""
         with self.sampling.order:
-            check_live(keys, *self.sampling.span())
-            return self._reads(keys.shape[0])(keys % self._storage.capacity)
+            return self._reads(slots.shape[0])(slots)
 
     # all that is stored can be read
     stored = read

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.device import DeviceSampler, Sample
-from gpu_replay.engines.storage import check_live
-from gpu_replay.engines.trajectory_storage import TrajectoryStorage
+from gpu_replay.engines.storage import TrajectoryStorage
 from gpu_replay.fields import Field
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.hindsight import gather_goals, goal_blocks, goal_sums, make_choose_goals, put_goals
+from gpu_replay.ops.hindsight import goal_blocks, goal_sums, make_choose_goals
 from gpu_replay.ops.launch import allocator, per_arguments
 from gpu_replay.ops.ring import Finish, Gather, make_gather
 from gpu_replay.ops.steps import (
-    Flag,
     GivenFinals,
     endings,
     make_add_step,
@@ -56,42 +54,35 @@ class TrajectoryDeviceEngine:
         streams, stores, fields, counters = storage.streams, storage.tensors, storage.fields, sampling.counters
         self._new_keys = allocator((self._shape.num_envs,), torch.int64, sampling.device)
         # by the dtype of priorities, and whether final observations come with the step
-        new = partial(make_add_step, stores, fields, streams, sampling.masses, sampling.state.eligible_tree, counters)
-        sampled, initial = storage.times_sampled, sampling.initial_counter
-        self._steps = per_arguments(lambda dtype, final: new(sampled, storage.finals if final else {}, initial))
+        new = partial(make_add_step, stores, fields, streams, sampling.masses, sampling.state.trees, counters)
+        sampled, finals = storage.times_sampled, storage.finals
+        self._steps = per_arguments(lambda dtype, final: new(sampled, finals if final else {}))
         # windows to read, by their number
         self._windows = per_arguments(lambda batch: make_gather_windows(storage, batch, powers, counters))
         # single steps, by their number
         self._rows = per_arguments(lambda rows: make_gather(stores, fields, rows, counters))
         relabel = storage.relabel
-        sums = torch.from_numpy(goal_sums(None if relabel is None else relabel.gamma, self._shape.steps)).to(
-            sampling.device
-        )
 
         def make_sample(batch: int, scheduled: bool) -> Sample:
             if relabel is not None and (count := relabel.count(batch)):
-                more = goal_blocks(count, relabel.strategy)
-                make = partial(make_relabeled, batch, relabel, count)
-                return sampling.make_sample(batch, scheduled, make, more=more)
+                return sampling.make_sample(batch, scheduled, partial(make_relabeled, batch, relabel, count))
             make = partial(make_gather_windows, storage, batch, powers, counters)
             return sampling.make_sample(batch, scheduled, make)
 
         def make_relabeled(batch: int, relabel: Hindsight, count: int, end: Finish) -> Gather:
-            achieved, desired = relabel.achieved_field, relabel.desired_field
+            achieved = relabel.achieved_field
+            sums = torch.from_numpy(goal_sums(relabel.gamma, streams.shape.steps)).to(sampling.device)
             windows = make_gather_windows(storage, batch, powers, counters)
-            before = end.blocks - goal_blocks(count, relabel.strategy)
-            choose = make_choose_goals(streams, batch, counters, count, relabel.strategy, sums, before)
+            choose = make_choose_goals(streams, batch, counters, count, relabel.strategy, sums, end.blocks)
             # as they are stored
             raw = {achieved: Field(fields[achieved].shape, fields[achieved].dtype)}
             rows = make_gather({achieved: stores[achieved]}, raw, count, counters)
-            finish = make_gather({}, {}, batch, counters, end)
-            pool, field, stack = storage.finals.get(achieved), fields[desired], streams.shape.stack
+            blocks = end.blocks + goal_blocks(count, relabel.strategy)
+            finish = make_gather({}, {}, batch, counters, end._replace(blocks=blocks))
 
             def gather(slots: Tensor, *arguments: Any) -> dict[str, Tensor]:
                 tensors, chosen = windows(slots), choose(slots)
-                goals = gather_goals(chosen, rows(chosen.slots)[achieved], pool, field)
-                shown = put_goals(tensors, chosen, goals, achieved, desired, stack)
-                relabel.rewrite(tensors, shown, storage.singles, storage.gamma)
+                relabel.rewrite(tensors, chosen, rows(chosen.slots)[achieved], storage)
                 return tensors | finish(slots, *arguments)
 
             return gather
@@ -125,8 +116,6 @@ class TrajectoryDeviceEngine:
     def extend(
         self,
         values: dict[str, Tensor | np.ndarray],
-        terminated: np.ndarray,
-        truncated: np.ndarray,
         priorities: Tensor | None,
         finals: GivenFinals | None,
         keys: Tensor,
@@ -139,30 +128,23 @@ class TrajectoryDeviceEngine:
         together = max(1, _TOGETHER // envs)
         place = np.full(len(keys), -1) if finals is None else finals.place
         final_rows = {} if finals is None else {name: torch.as_tensor(rows) for name, rows in finals.rows.items()}
-        flags = torch.from_numpy(np.stack((terminated, truncated)))
         with self.sampling.order:
             for begin in range(0, len(keys), together):
                 some = slice(begin, begin + together)
                 pieces = {name: move(as_tensor(name, value[some], device)) for name, value in values.items()}
-                ended, numbers = move(flags[:, some]), None if priorities is None else move(priorities[some])
-                for step in range(ended.shape[1]):
+                numbers = None if priorities is None else move(priorities[some])
+                for step in range(len(pieces["reward"])):
                     row = slice(int(place[begin + step]) * envs, (int(place[begin + step]) + 1) * envs)
                     known = {name: rows[row] for name, rows in final_rows.items()} if place[begin + step] >= 0 else None
                     now = {name: piece[step] for name, piece in pieces.items()}
-                    now["terminated"], now["truncated"] = ended[0, step], ended[1, step]
                     given = None if numbers is None else numbers[step]
                     self.add_step(now, given, known, False)
         return keys
 
     def break_streams(self, envs: Tensor) -> None:
         """The next step of these environments, a bool (num_envs,), is the first of an episode."""
-        num_envs, flags, sampling = self._shape.num_envs, self._storage.streams.flags, self.sampling
-        with sampling.order:
-            added = sampling.counters[Counter.ADDED]
-            # before the first step there is none to mark
-            cut = sampling.moved(envs).to(torch.uint8) * Flag.CUT * (added > 0)
-            slots = (added - num_envs + torch.arange(num_envs, device=sampling.device)) % self._shape.slots
-            flags.index_copy_(0, slots, flags[slots] | cut)
+        with self.sampling.order:
+            self._storage.streams.cut(self.sampling.moved(envs), self.sampling.counters)
 
     # sample
 
@@ -197,19 +179,12 @@ class TrajectoryDeviceEngine:
         with self.sampling.order:
             return self._samples(batch, beta is None)(beta)
 
-    def read(self, keys: Tensor) -> dict[str, Tensor]:
-        """The transitions from these keys; KeyError naming the first that is not live or not eligible.
-
-        Waits for the device.
-        """
+    def read(self, slots: Tensor) -> dict[str, Tensor]:
+        """The transitions, or sequences, from the eligible starts in these slots on."""
         with self.sampling.order:
-            slots = keys % self._shape.slots
-            check_live(keys, *self.sampling.span(), self.sampling.state.eligible.masses[slots] > 0)
-            return self._windows(keys.shape[0])(slots)
+            return self._windows(slots.shape[0])(slots)
 
-    def stored(self, keys: Tensor) -> dict[str, Tensor]:
-        """The single steps of these live keys."""
-        storage = self._storage
+    def stored(self, slots: Tensor) -> dict[str, Tensor]:
+        """The single steps that are stored in these slots."""
         with self.sampling.order:
-            slots = keys % self._shape.slots
-            return self._rows(keys.shape[0])(slots) | endings(storage.streams.flags.take(slots))
+            return self._rows(slots.shape[0])(slots) | endings(self._storage.streams.flags.take(slots))

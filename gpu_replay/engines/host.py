@@ -17,19 +17,21 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.state import SamplerState
-from gpu_replay.engines.storage import Storage, check_live
+from gpu_replay.engines.storage import Storage
 from gpu_replay.fields import as_numpy
 from gpu_replay.loops import masses as tree_loops
 from gpu_replay.loops import ring as loops
-from gpu_replay.loops import ring as ring_loops
 from gpu_replay.ops.counters import NO_KEY, Counter, HostWords
-from gpu_replay.ops.draw import DrawRange, draw_range, slots_in, slots_of
+from gpu_replay.ops.draw import DrawRange, slots_in
 from gpu_replay.ops.masses import MassTree
-from gpu_replay.ops.ranks import HostRanks, RankedRows
+from gpu_replay.ops.ranks import HostRanks, RankedRows, host_ranks_bytes
 from gpu_replay.ops.ring import LARGE, BatchMemory, as_torch, commit, contiguous, convert, gather_rows, parts_of, put
 from gpu_replay.samplers import HostDraw, Sampler
+from gpu_replay.validation import as_tensor
 
 _NONE = np.zeros(0, dtype=np.int64)
+# as `Streams.waiting_arrays`, where everything stored can be drawn
+_NOTHING_WAITS = tuple([np.zeros(0, dtype=dtype) for dtype in (np.int64, np.uint8, np.int32, np.int64)])
 
 
 class HostSampler:
@@ -50,7 +52,7 @@ class HostSampler:
         self.counters = state.counters.numpy()
         self.times_sampled, self._storage = storage.times_sampled.numpy(), storage
         self._base, self.masses, self.capacity = state.base, state.tree, state.slots
-        self.starts = state.eligible if state.tracks_eligibility else None
+        self.starts = None if state.streams is None else state.eligible
         # None where no row of a batch is one of the newest
         newest_of = state.sampler.newest_of
         self._newest_of = None if type(state.sampler).newest_of is Sampler.newest_of else newest_of
@@ -63,9 +65,9 @@ class HostSampler:
             self.draw_by_rank = self._ranks.draw_ranks
         tree = (_NONE,) * 3 if state.tree is None else state.tree.host
         self.arrays = self.counters, self.times_sampled, *tree
-        rule, waiting = state.rule, storage.waiting_arrays()
+        rule, waiting = state.rule, _NOTHING_WAITS if state.streams is None else state.streams.waiting_arrays()
         self._update_arguments = rule.ordered, rule.limit, self.capacity, self.counters, *tree, *waiting
-        self._count_sample = ring_loops.count_sample.compiled()
+        self._count_sample = loops.count_sample.compiled()
         if state.tree is not None:
             self._update = tree_loops.update.compiled()
         self._postponed: list[Callable[[], object]] | None = None
@@ -74,7 +76,7 @@ class HostSampler:
     @property
     def scratch_bytes(self) -> int:
         """Bytes used in addition to the state's."""
-        return 0 if self._ranks is None else self._ranks.nbytes
+        return 0 if self._ranks is None else host_ranks_bytes(self.capacity)
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state and draw from the stream of this seed, from the counter's position on."""
@@ -105,8 +107,11 @@ class HostSampler:
         return self.state.left(stored, needed) if self.state.excluded else stored
 
     def range(self, tree: MassTree) -> DrawRange:
-        """The mass of a tree, counted from the oldest key."""
-        return draw_range(tree, self.counters.item(Counter.ADDED) % self.capacity)
+        """All mass of a tree, so that targets ascend with keys instead of slots: the slots from that of the next key on
+        hold the oldest.
+        """
+        total, head = tree.total(), self.counters.item(Counter.ADDED) % self.capacity
+        return DrawRange(total, tree_loops.mass_before.compiled()(*tree.host[:2], head) % max(total, 1))
 
     # sampling
 
@@ -177,19 +182,13 @@ class HostSampler:
 
     def exclude(self, keys: Tensor) -> None:
         """Let the rows of (m,) live keys never be drawn again."""
-        self.state.exclude(keys, self._storage.streams)
+        self.state.exclude(keys)
 
     def write(self, keys: Tensor, values: dict[str, np.ndarray]) -> None:
         """Store rows of some fields under (m,) live keys; the last of a repeated key wins, others are counted."""
-        array, (first, added) = keys.numpy(), self.span()
-        live = (array >= first) & (array < added)
-        stale = self.counters.item(Counter.STALE) + np.count_nonzero(~live & (array != NO_KEY))
-        # NumPy does not promise which of several values stays in one place
-        backwards = np.flatnonzero(live)[::-1]
-        slots, places = np.unique(array[backwards] % self.capacity, return_index=True)
-        rows, stores = backwards[places], self._storage.tensors
-        writes = [(as_numpy(stores[name]), slots, value[rows]) for name, value in values.items()]
-        commit(None, starmap(put, [*writes, (self.counters, Counter.STALE, stale)]))
+        stores = self._storage.tensors
+        rows = {name: as_tensor(name, value, keys.device).view(stores[name].dtype) for name, value in values.items()}
+        self.state.write(stores, keys, rows)
 
 
 # number types as which short rows are moved, by bytes: NumPy moves each of these at once
@@ -280,11 +279,9 @@ class HostEngine:
             ahead.end()
         return tensors
 
-    def read(self, keys: Tensor) -> dict[str, Tensor]:
-        """The stored transitions of these keys; KeyError naming the first that is not live."""
-        array, (first, added) = keys.numpy(), self.sampling.span()
-        check_live(array, first, added)
-        return self._rows_at(slots_of(array - first, first, self._capacity))
+    def read(self, slots: Tensor) -> dict[str, Tensor]:
+        """The transitions that are stored in these slots."""
+        return self._rows_at(slots.numpy())
 
     # all that is stored can be read
     stored = read

@@ -1,4 +1,5 @@
-"""Where the fields of a buffer are: with everything else on its device, in pinned host memory, or in a mapped file.
+"""Where the fields of a buffer are: with everything else on its device, in pinned host memory, or in a mapped file; and
+whether their bytes are free there.
 
 The file has no name: the system frees its blocks with the last mapping, however the process ends. It is scratch: `save`
 writes the data that must last. The pages of drawn rows are asked for at once, where reading them one by one would wait
@@ -17,7 +18,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_replay.ops._backend import choose
 from gpu_replay.validation import check_path
 
 # written at once where the system cannot reserve the blocks of a file
@@ -231,6 +233,25 @@ def known_device(name: str, device: Any) -> torch.device:
         raise ValueError(f"{name} {device!r} is not one that torch knows: {str(error).splitlines()[0]}") from None
 
 
+def check_device(device: torch.device | str | None) -> torch.device:
+    """The device to build on: the current CUDA device when none is named and there is one, else the CPU.
+
+    Raises ValueError for a device that this package or this machine does not have.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolved = known_device("device", device)
+    if resolved.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f'device {str(device)!r}: torch finds no CUDA device here; use device="cpu".')
+        index = torch.cuda.current_device() if resolved.index is None else resolved.index
+        if index >= torch.cuda.device_count():
+            raise ValueError(f"device {str(device)!r}: there are {torch.cuda.device_count()} CUDA devices here.")
+        resolved = torch.device("cuda", index)
+    choose(resolved)
+    return resolved
+
+
 def check_placement(device: torch.device, storage_device: object, storage_path: object) -> Placement:
     """The placement of the fields of a buffer on this device, or TypeError / ValueError that names the choices."""
     path = None if storage_path is None else Path(os.path.abspath(check_path("storage_path", storage_path)))
@@ -256,6 +277,72 @@ def check_placement(device: torch.device, storage_device: object, storage_path: 
             f"device{other}. Leave storage_device out, or give device={str(storage_device)!r}."
         )
     return Placement(device, asked.type == "cpu" and device.type != "cpu", path)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on the device, or None where the system does not tell."""
+    if device.type == "cuda":
+        # memory of freed tensors that torch caches is free as well
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    limits = [size for size in (_available_memory(), _left_in_cgroup()) if size is not None]
+    return min(limits) if limits else None
+
+
+def _available_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        # other systems than Linux
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _left_in_cgroup() -> int | None:
+    root = Path("/sys/fs/cgroup")
+    try:
+        return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
+    except (OSError, ValueError):
+        # no cgroup, or one without a limit ("max")
+        return None
+
+
+def size_table(sizes: Mapping[str, int]) -> str:
+    """The sizes and their sum, one aligned line each."""
+    rows = [*sizes.items(), ("total", sum(sizes.values()))]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {size:>20,} bytes  {size / 1e9:10.3f} GB" for name, size in rows)
+
+
+def sizes_by_place(
+    sizes: Mapping[str, int], placement: Placement, fields: Collection[str], *, absent: bool = False
+) -> list[tuple[str, dict[str, int], int | None]]:
+    """Sizes by place: the name of each place, the sizes there and the free bytes, if known.
+
+    fields: names of those sizes that go where the placement says. absent: whether the device is not of this machine.
+    """
+    there = {name: size for name, size in sizes.items() if placement.apart and name in fields}
+    here = {name: size for name, size in sizes.items() if name not in there}
+    places = [(f"on {placement.device}", here, None if absent else free_bytes(placement.device))]
+    if there:
+        free = free_bytes(torch.device("cpu")) if placement.path is None else free_on_disk(placement.path)
+        places.append((placement.where, there, free))
+    return places
+
+
+def check_room(sizes: Mapping[str, int], placement: Placement, fields: Collection[str]) -> None:
+    """Raise MemoryError with a per-field table that names the place, of device, host memory and disk, that is short."""
+    for place, needs, free in sizes_by_place(sizes, placement, fields):
+        needed = sum(needs.values())
+        if free is not None and needed > free:
+            elsewhere = 'in host memory with storage_device="cpu"'
+            if placement.device.type == "cpu":
+                elsewhere = "in a file with storage_path"
+            remedy = "." if placement.apart else f", or keep the fields {elsewhere}."
+            raise MemoryError(
+                f"the buffer needs {needed:,} bytes {place}, where {free:,} are free:\n{size_table(needs)}\n"
+                f"Lower the capacity, or store fields in smaller dtypes{remedy}"
+            )
 
 
 class FieldMemory:

@@ -16,48 +16,37 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.storage import Storage
-from gpu_replay.loops.ring import FIXED, LARGEST_EVER, LARGEST_STORED
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import NO_KEY, Counter, new_counters
-from gpu_replay.ops.masses import DeviceMasses, MassTree, OrderRule, Rule
-from gpu_replay.ops.ranks import DeviceRanks, host_ranks_bytes
-from gpu_replay.ops.ring import commit
-from gpu_replay.ops.steps import Flag, Streams, StreamShape
+from gpu_replay.ops.masses import DeviceMasses, MassRule, MassTree
+from gpu_replay.ops.ranks import device_ranks_bytes, host_ranks_bytes
+from gpu_replay.ops.ring import StreamShape, commit
+from gpu_replay.ops.steps import Flag
 from gpu_replay.samplers import Sampler
 
 # where tensors have sizes and no memory
 META = torch.device("meta")
-_SOURCES = {"running": LARGEST_EVER, "stored": LARGEST_STORED}
+_SOURCES = {"running": Counter.MAX_MASS, "stored": Counter.HIGHEST}
 
 
 class SamplerState:
     """The priorities of all slots, which of them can be drawn, and the counters.
 
-    tracks_eligibility: whether stored slots exist that cannot be drawn, and that no update may make eligible; they have
-                   mass 0. So it is in trajectory buffers.
+    streams:       of a trajectory buffer, where stored slots exist that cannot be drawn, and that no update may make
+                   eligible; they have mass 0.
     rule:          how priorities become masses, or order codes for draws by rank.
     tree:          of these, without sums for draws by rank; None for samplers without priorities.
     eligible_tree: of ones for eligible starts; None where all stored slots can be drawn, or `tree` alone will do.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        slots: int,
-        device: torch.device,
-        backend: Backend,
-        seed: int,
-        *,
-        tracks_eligibility: bool,
-    ) -> None:
+    def __init__(self, sampler: Sampler, storage: Storage, backend: Backend, seed: int) -> None:
         self.sampler, self.base = sampler, sampler.base
-        self.slots = slots
-        self.tracks_eligibility = tracks_eligibility
+        self.slots, self.streams = storage.capacity, storage.streams
+        slots, device = storage.capacity, storage.device
         self.rule = self.base.rule(slots)
         self.tree = MassTree(slots, device, backend, summed=self.base.summed) if self.base.prioritized else None
-        self.eligible_tree = (
-            MassTree(slots, device, backend) if tracks_eligibility and sampler.needs_start_tree else None
-        )
+        counts_starts = self.streams is not None and sampler.needs_start_tree
+        self.eligible_tree = MassTree(slots, device, backend) if counts_starts else None
         self.counters = new_counters(device, seed)
         # of transitions, no fewer than were excluded and are live
         self.excluded = 0
@@ -74,39 +63,34 @@ class SamplerState:
 
     @property
     def initial(self) -> tuple[int, int]:
-        """The source from which loops take the mass of new transitions, and its fixed or first value."""
+        """The counter that has the mass of new transitions, -1 for none, and what it is without that, or before any."""
         setting = self.base.initial
         if self.tree is None:
             # every start counts one
-            return FIXED, 1
-        return _SOURCES.get(str(setting), FIXED), self.rule.mass(1.0 if isinstance(setting, str) else float(setting))
+            return -1, 1
+        return _SOURCES.get(str(setting), -1), self.rule.mass(1.0 if isinstance(setting, str) else float(setting))
 
     def initial_mass(self) -> int:
         """The mass that a start without a priority of its own gets now; on CUDA this waits for the device."""
         source, mass = self.initial
-        if source == LARGEST_EVER:
-            return int(self.counters[Counter.MAX_MASS]) or mass
-        return (int(self.masses.masses.max()) or mass) if source == LARGEST_STORED else mass
+        if source == Counter.HIGHEST:
+            self.counters[source] = self.masses.masses.max()
+        return (int(self.counters[source]) if source >= 0 else 0) or mass
 
     @property
     def masses(self) -> MassTree:
         """The tree of masses or codes, for samplers with priorities."""
-        return self._required(self.tree, "priorities")
+        return self.trees[0]
 
     @property
     def eligible(self) -> MassTree:
         """A trajectory buffer's tree with 0 for steps that are not eligible: of ones if it has that, else of masses."""
-        return self._required(self.eligible_tree or self.tree, "eligible starts")
+        return self.trees[-1]
 
     @property
     def summed(self) -> MassTree | None:
         """The tree of masses; None for draws that know no masses."""
         return self.tree if self.base.summed else None
-
-    def _required(self, tree: MassTree | None, what: str) -> MassTree:
-        if tree is None:
-            raise RuntimeError(f"a buffer that samples by {self.sampler} keeps no tree of {what}.")
-        return tree
 
     def clear(self) -> None:
         """Make nothing eligible; keys and statistics go on."""
@@ -125,16 +109,13 @@ class SamplerState:
             self.excluded = stored - int((self.tree.masses > 0).sum())
         return stored - self.excluded
 
-    def exclude(self, keys: Tensor, streams: Streams | None) -> None:
+    def exclude(self, keys: Tensor) -> None:
         """Take the mass of the rows of (m,) live keys, and mark those of steps; keys that are not live are counted.
 
         keys: on the device. Waits for nothing; the last line changes all that changes.
         """
-        added = self.counters[Counter.ADDED]
-        first = torch.maximum(self.counters[Counter.FIRST], added - self.slots)
-        keys = keys.sort().values
-        live = (keys >= first) & (keys < added)
-        stale = (~live & (keys != NO_KEY)).sum()
+        keys, streams = keys.sort().values, self.streams
+        live, stale = self._live(keys)
         # of a repeated key one is taken
         chosen = live & (keys.diff(prepend=keys[:1] - 1) != 0)
         slots = torch.where(chosen, keys % self.slots, 0)
@@ -153,6 +134,31 @@ class SamplerState:
             self.excluded += len(keys)
         commit(None, starmap(Tensor.index_add_, changes), map(Tensor.add_, counts, more))
 
+    @torch.no_grad()
+    def write(self, stores: Mapping[str, Tensor], keys: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Store rows of some fields under (m,) live keys, the last of a repeated key; other keys are counted.
+
+        stores: of the fields, as the device sees them. Waits for nothing; the last line changes all that changes.
+        """
+        if not keys.numel():
+            return
+        live, stale = self._live(keys)
+        # rows of one key all write the last of them, and rows without a live key what another row writes
+        ordered, place = keys.sort(stable=True)
+        last = place[torch.searchsorted(ordered, keys, right=True) - 1]
+        source = torch.where(live, last, last[live.byte().argmax(0, keepdim=True)])
+        slots, some = keys[source] % self.slots, live.any()
+        # with no live key at all, what is stored
+        made = [(name, torch.where(some, rows[source], stores[name][slots])) for name, rows in values.items()]
+        changes = [(stores[name], 0, slots, rows) for name, rows in made]
+        commit(None, starmap(Tensor.index_copy_, changes), map(Tensor.add_, [self.counters[Counter.STALE]], [stale]))
+
+    def _live(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """(m,) bool: which of these keys are live; and how many are not, and are meant as keys."""
+        added = self.counters[Counter.ADDED]
+        live = (keys >= torch.maximum(self.counters[Counter.FIRST], added - self.slots)) & (keys < added)
+        return live, (~live & (keys != NO_KEY)).sum()
+
     def rebuild(self, written: int) -> None:
         """Recompute everything that is derived from the restored leaves of the first `written` slots."""
         for tree in self.trees:
@@ -163,7 +169,7 @@ class SamplerState:
             if self.tree is not None:
                 self.eligible_tree.masses.copy_(self.tree.masses > 0)
             self.eligible_tree.build()
-        if self.tracks_eligibility:
+        if self.streams is not None:
             self.counters[Counter.ELIGIBLE] = int((self.eligible.masses > 0).sum())
         elif self.tree is not None:
             added, first = (int(self.counters[each]) for each in (Counter.ADDED, Counter.FIRST))
@@ -179,24 +185,21 @@ def sizes_of(storage: Storage, sampler: Sampler, backend: Backend) -> dict[str, 
     storage: on the meta device, where all the rest is made too.
     """
     slots, base = storage.capacity, sampler.base
-    state = SamplerState(sampler, slots, META, backend, 0, tracks_eligibility=storage.streams is not None)
+    state = SamplerState(sampler, storage, backend, 0)
     sizes = storage.sizes
     if state.tree is not None:
         # on a device each slot also has a stamp, which finds the last of repeated keys
-        stamps = 0 if backend == "host" else DeviceMasses(state.tree, state.rule, 1).stamps.nbytes
+        stamps = 0 if backend == "host" else DeviceMasses(state.tree, state.rule, state.initial).stamps.nbytes
         sizes["priorities"] = state.tree.nbytes + stamps
         if not base.summed and backend == "host":
             sizes["ranks"] = host_ranks_bytes(slots)
         elif not base.summed:
-            sums = torch.empty(slots, dtype=torch.int64, device=META)
-            sizes["ranks"] = DeviceRanks(slots, base.alpha, state.counters, sums).nbytes
+            sizes["ranks"] = device_ranks_bytes(slots)
     return sizes if state.eligible_tree is None else sizes | {"marks": state.eligible_tree.nbytes}
 
 
 # no counter comes near it in a lifetime, and sums of a few of them still are int64
 _MOST = 2**62
-# the largest code of `OrderRule`
-_LAST_CODE = OrderRule().mass(np.finfo(np.float64).max)
 # what of a state has another form where rows or samplers are of another kind
 SPECIFIC = ("masses", "marks", "streams.pending")
 
@@ -210,23 +213,14 @@ class StateLayout:
     stream: StreamShape | None = None
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> MassRule:
         """How priorities become masses or codes."""
         return self.sampler.base.rule(self.slots)
-
-    @property
-    def most(self) -> int:
-        """The largest mass or code of one slot."""
-        return min(self.rule.limit, _LAST_CODE) if self.rule.ordered else self.rule.limit
 
     @property
     def num_envs(self) -> int:
         """Slots that are written together."""
         return 1 if self.stream is None else self.stream.num_envs
-
-    def written(self, counters: Mapping[str, int]) -> int:
-        """Slots that were ever written."""
-        return min(counters["ADDED"], self.slots)
 
     def specific(self, written: int) -> dict[str, Tensor]:
         """Memory on the CPU for what the state of such a buffer keeps in a form of its own."""
@@ -239,20 +233,21 @@ class StateLayout:
 def check_state(layout: StateLayout, counters: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError for numbers, in tensors of the right shapes, that could lead out of a buffer's memory."""
     added, first, envs, shape = counters["ADDED"], counters["FIRST"], layout.num_envs, layout.stream
+    largest = layout.rule.limit
     for name, count in counters.items():
         _require(0 <= count < _MOST or name == "TOP", f"counter {name} is {count}")
     _require(first <= added and not added % envs and not first % envs, f"FIRST is {first} and ADDED {added}")
-    _require(not layout.sampler.base.prioritized or counters["TOP"] <= layout.most, f"TOP is {counters['TOP']}")
+    _require(not layout.sampler.base.prioritized or counters["TOP"] <= largest, f"TOP is {counters['TOP']}")
     bounds: dict[str, tuple[int, int | None]] = {
         "times_sampled": (0, None),
-        "masses": (0, layout.most),
+        "masses": (0, largest),
         "marks": (0, 1),
     }
     if shape is not None:
         bounds |= {
             "streams.flags": (0, 2 * Flag.EXCLUDED - 1),
             "streams.depth": (0, added // envs),
-            "streams.pending": (0, layout.most),
+            "streams.pending": (0, largest),
             "streams.final": (0, shape.finals - 1),
             "streams.owner": (-1, added - 1),
             "streams.spans": (-1, None),
@@ -270,23 +265,6 @@ def check_state(layout: StateLayout, counters: Mapping[str, int], tensors: Mappi
 def _require(holds: bool, what: str) -> None:
     if not holds:
         raise ValueError(f"the state contradicts itself: {what}.")
-
-
-def drawable(layout: StateLayout, counters: Mapping[str, int], tensors: Mapping[str, Tensor]) -> Tensor:
-    """(written,) bool: which slots hold a whole transition. The stream tensors among these are looked at, which say of
-    steps that they were excluded.
-    """
-    added = counters["ADDED"]
-    first = max(counters["FIRST"], added - layout.slots)
-    mask = torch.zeros(layout.written(counters), dtype=torch.bool)
-    slots = torch.arange(first, added) % layout.slots
-    if layout.stream is None:
-        mask[slots] = True
-    elif slots.numel():
-        flags, depth = [tensors[f"streams.{name}"][slots].view(-1, layout.num_envs) for name in ("flags", "depth")]
-        targets = has_target(layout.stream, flags)
-        mask[slots] = starts(layout.stream, flags, depth, targets, first // layout.num_envs).reshape(-1)
-    return mask
 
 
 def starts(shape: StreamShape, flags: Tensor, depth: Tensor, targets: Tensor, first: int) -> Tensor:
@@ -376,16 +354,20 @@ def change_kind(
             "out with. Load it with Proportional(alpha=0), which is uniform too."
         )
     given = turned(before, after, given)
-    if shape is None or before.stream == shape:
-        begins = drawable(after, counters, {}) if old is None else old > 0
+    begins = torch.zeros(min(counters["ADDED"], after.slots), dtype=torch.bool)
+    if old is not None and before.stream == shape:
+        begins = old > 0
+    elif shape is None:
+        begins[slots] = True
     else:
-        flags = tensors["streams.flags"].cpu()
+        flags, depth = (tensors[f"streams.{name}"].cpu() for name in ("flags", "depth"))
         flags &= ~Flag.TARGET & 0xFF
+        there = flags[slots].view(-1, envs)
+        targets = has_target(shape, there)
         if shape.length:
-            there = flags[slots].view(-1, envs)
-            flags[slots] |= (has_target(shape, there).reshape(-1) * Flag.TARGET).to(torch.uint8)
+            flags[slots] |= (targets.reshape(-1) * Flag.TARGET).to(torch.uint8)
         tensors["streams.flags"].copy_(flags)
-        begins = drawable(after, counters, {"streams.flags": flags, "streams.depth": tensors["streams.depth"].cpu()})
+        begins[slots] = starts(shape, there, depth[slots].view(-1, envs), targets, first).reshape(-1)
     if "marks" in tensors:
         tensors["marks"].copy_(begins)
     if "masses" in tensors:

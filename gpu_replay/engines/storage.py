@@ -1,4 +1,5 @@
-"""The ring of preallocated tensors, and whether its bytes are free before it is made.
+"""What a buffer stores, as preallocated tensors: the ring of transitions, or of steps with their metadata and final
+observations, and the settings of that.
 
 On the host the small fields of a transition lie side by side in one record: a transition is then one trip to memory
 instead of one for each field.
@@ -7,116 +8,42 @@ instead of one for each field.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.memory import MakeMemory, Placement, ReadAhead, free_on_disk, known_device
-from gpu_replay.fields import Field, as_numpy
-from gpu_replay.ops._backend import choose
+from gpu_replay.engines.memory import MakeMemory, ReadAhead
+from gpu_replay.fields import REWARD, Field, as_numpy, check_fields
+from gpu_replay.hindsight import Hindsight, check_hindsight
+from gpu_replay.ops.ring import StreamShape
 from gpu_replay.ops.steps import Streams
-from gpu_replay.samplers import Uniform
-from gpu_replay.validation import check_int
+from gpu_replay.samplers import Sequences
+from gpu_replay.validation import check_bool, check_choice, check_float, check_int
 
-UNIFORM = Uniform()
+Autoreset = Literal["next_step", "same_step", "disabled"]
+Padding = Literal["reset", "zero"]
+
+_RESERVED_NAMES = ("reward", "terminated", "truncated", "discount", "next_obs", "final_obs", "mask")
+# most frames of a stack and steps of a window: memory for each of them is not counted
+_MOST_FRAMES, _MOST_STEPS = 2**16, 2**24
+# bytes that may go to final observations in any case, bytes per step of a long ring, and steps for one of them
+_FINALS_AT_LEAST = 3 * 2**20
+_FINALS_PER_STEP = 32
+_STEPS_PER_FINAL = 32
 MAX_CAPACITY = 2**31 - 1
 # bytes of a field's row up to which it shares a record: a larger one is a trip to memory of its own anyway
 _SMALL_ROW = 256
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on the device, or None where the system does not tell."""
-    if device.type == "cuda":
-        # memory of freed tensors that torch caches is free as well
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    limits = [size for size in (_available_memory(), _left_in_cgroup()) if size is not None]
-    return min(limits) if limits else None
-
-
-def _available_memory() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        # other systems than Linux
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _left_in_cgroup() -> int | None:
-    root = Path("/sys/fs/cgroup")
-    try:
-        return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
-    except (OSError, ValueError):
-        # no cgroup, or one without a limit ("max")
-        return None
-
-
-def size_table(sizes: Mapping[str, int]) -> str:
-    """The sizes and their sum, one aligned line each."""
-    rows = [*sizes.items(), ("total", sum(sizes.values()))]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {size:>20,} bytes  {size / 1e9:10.3f} GB" for name, size in rows)
-
-
-def sizes_by_place(
-    sizes: Mapping[str, int], placement: Placement, fields: Collection[str], *, absent: bool = False
-) -> list[tuple[str, dict[str, int], int | None]]:
-    """Sizes by place: the name of each place, the sizes there and the free bytes, if known.
-
-    fields: names of those sizes that go where the placement says. absent: whether the device is not of this machine.
-    """
-    there = {name: size for name, size in sizes.items() if placement.apart and name in fields}
-    here = {name: size for name, size in sizes.items() if name not in there}
-    places = [(f"on {placement.device}", here, None if absent else free_bytes(placement.device))]
-    if there:
-        free = free_bytes(torch.device("cpu")) if placement.path is None else free_on_disk(placement.path)
-        places.append((placement.where, there, free))
-    return places
-
-
-def check_room(sizes: Mapping[str, int], placement: Placement, fields: Collection[str]) -> None:
-    """Raise MemoryError with a per-field table that names the place, of device, host memory and disk, that is short."""
-    for place, needs, free in sizes_by_place(sizes, placement, fields):
-        needed = sum(needs.values())
-        if free is not None and needed > free:
-            elsewhere = 'in host memory with storage_device="cpu"'
-            if placement.device.type == "cpu":
-                elsewhere = "in a file with storage_path"
-            remedy = "." if placement.apart else f", or keep the fields {elsewhere}."
-            raise MemoryError(
-                f"the buffer needs {needed:,} bytes {place}, where {free:,} are free:\n{size_table(needs)}\n"
-                f"Lower the capacity, or store fields in smaller dtypes{remedy}"
-            )
-
-
 def check_capacity(capacity: object) -> int:
     """The capacity as an int, or TypeError / ValueError."""
     return check_int("capacity", capacity, 1, MAX_CAPACITY)
-
-
-def check_device(device: torch.device | str | None) -> torch.device:
-    """The device to build on: the current CUDA device when none is named and there is one, else the CPU.
-
-    Raises ValueError for a device that this package or this machine does not have.
-    """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = known_device("device", device)
-    if resolved.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f'device {str(device)!r}: torch finds no CUDA device here; use device="cpu".')
-        index = torch.cuda.current_device() if resolved.index is None else resolved.index
-        if index >= torch.cuda.device_count():
-            raise ValueError(f"device {str(device)!r}: there are {torch.cuda.device_count()} CUDA devices here.")
-        resolved = torch.device("cuda", index)
-    choose(resolved)
-    return resolved
 
 
 def record_dtype(fields: Mapping[str, Field]) -> np.dtype[Any] | None:
@@ -146,7 +73,6 @@ class Storage:
              of those fields are views of it. Only on the host, with `packed`.
 
     memory:  makes the memory of fields of these sizes, where they are not on the device.
-    on_device: names of fields that are on the device all the same.
 
     Allocates all memory at once. On the meta device it has `sizes` and no memory, and fields of one row: the bytes of a
     tensor are counted in 63 bits.
@@ -160,7 +86,6 @@ class Storage:
         *,
         packed: bool = False,
         memory: MakeMemory | None = None,
-        on_device: Collection[str] = (),
     ) -> None:
         self.capacity = capacity
         self.fields = fields
@@ -169,7 +94,7 @@ class Storage:
         together = () if record is None else record.names or ()
         padding = 0 if record is None else record.itemsize - sum(fields[name].row_bytes for name in together)
         self._padding = capacity * padding
-        alone = [name for name in fields if name not in together and name not in on_device]
+        alone = [name for name in fields if name not in together]
         sizes = [] if record is None else [capacity * record.itemsize]
         sizes += [capacity * fields[name].row_bytes for name in alone]
         # kept: it owns a file or pinned pages
@@ -180,14 +105,12 @@ class Storage:
             self.records = take((sizes[0],), torch.uint8).numpy().view(record)
         self.tensors: dict[str, Tensor] = {}
         rows = 1 if device.type == "meta" else capacity
-        for name, field in fields.items():
+        for name, each in fields.items():
             if self.records is not None and name in together:
                 # the record has the same dtype, or one of the same width for bfloat16, which NumPy lacks
-                self.tensors[name] = torch.from_numpy(self.records[name]).view(field.dtype)
-            elif name in on_device:
-                self.tensors[name] = allocate((rows, *field.shape), field.dtype, device)
+                self.tensors[name] = torch.from_numpy(self.records[name]).view(each.dtype)
             else:
-                self.tensors[name] = take((rows, *field.shape), field.dtype)
+                self.tensors[name] = take((rows, *each.shape), each.dtype)
         self.times_sampled = torch.zeros(capacity, dtype=torch.int32, device=device)
 
     @property
@@ -208,24 +131,15 @@ class Storage:
     # of a trajectory buffer
     streams: Streams | None = None
 
-    def waiting_arrays(self) -> tuple[np.ndarray, ...]:
-        """What tells `loops/masses.py` where masses wait until their step can be drawn; empty for transitions."""
-        return tuple([np.zeros(0, dtype=dtype) for dtype in (np.int64, np.uint8, np.int32, np.int64)])
-
-    def waiting_masses(self, keys: Tensor, first: int, added: int) -> Tensor | None:
-        """(m,) int64 masses that wait until these live keys can be drawn, 0 where none does; None for transitions."""
-        return None
-
     def reset_after(self, added: int) -> None:
         """Make all slots that so many transitions leave unwritten as if they had never been written."""
         self.times_sampled[min(added, self.capacity) :].zero_()
 
 
-def check_live(keys: Any, first: int, added: int, eligible: Any = True) -> None:
+def check_live(keys: Tensor, first: int, added: int, eligible: Tensor | bool = True) -> None:
     """Raise KeyError that names the first of these keys that is not live, or not eligible.
 
-    keys:     (B,) int64, an array or a tensor; those from `first` to `added` are live.
-    eligible: (B,) bool of the same kind.
+    keys: (B,) int64; those from `first` to `added` are live. eligible: (B,) bool, or True: all are.
     """
     refused = keys[~((keys >= first) & (keys < added) & eligible)]
     if not len(refused):
@@ -237,3 +151,172 @@ def check_live(keys: Any, first: int, added: int, eligible: Any = True) -> None:
         f"key {key} is stored but not eligible: a part of its stack or window is missing, its step only carries a "
         "final observation, or it was excluded; keys(eligible=True) are those of windows."
     )
+
+
+def observation_names(fields: Mapping[str, Field]) -> tuple[str, ...]:
+    """The fields that are stacked and sampled as `next_` too: `obs`, or all `obs.NAME`."""
+    return tuple(name for name in fields if name == "obs" or name.startswith("obs."))
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """Arguments of a trajectory buffer's constructor, except the fields, the sampler, the seed and the places.
+
+    A checkpoint's config, the shape of the ring, and copies of a buffer follow from these; `str` shows those with
+    `repr`.
+    """
+
+    capacity: int = field(repr=False)
+    num_envs: int
+    stack: int = 1
+    n_step: int = 1
+    gamma: float = 0.99
+    autoreset: Autoreset = "next_step"
+    padding: Padding = field(default="reset", repr=False)
+    final_capacity: int | None = field(default=None, repr=False)
+    terminal_obs: bool = field(default=False, repr=False)
+    relabel: Hindsight | None = field(default=None, repr=False)
+    sequences: Sequences | None = None
+
+    def __str__(self) -> str:
+        shown = [each.name for each in dataclass_fields(self) if each.repr and getattr(self, each.name) is not None]
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
+
+    @property
+    def shape(self) -> StreamShape:
+        """The shape of the ring of checked settings."""
+        steps, next_step = self.capacity // self.num_envs, self.autoreset == "next_step"
+        finals, hindsight = self.final_capacity or 0, self.relabel is not None
+        terminal = bool(finals) and (self.terminal_obs or hindsight)
+        rows = () if self.sequences is None else (self.sequences.length, self.sequences.strict, self.sequences.stride)
+        return StreamShape(self.num_envs, steps, self.stack, self.n_step, next_step, finals, terminal, hindsight, *rows)
+
+    def checked(self, fields: Mapping[str, Field]) -> StreamSettings:
+        """These settings for a ring of these fields, with the capacities that it will have, or TypeError / ValueError.
+
+        final_capacity: None: as many as fit in the larger of 3 MiB and 32 bytes a slot, at least slots / 32 and
+                        num_envs, at most one per slot. For 84x84 frames: 445, or slots / 32 if that is more.
+        """
+        asked, envs = check_capacity(self.capacity), check_int("num_envs", self.num_envs, 1)
+        if asked < envs:
+            raise ValueError(f"capacity {asked} does not hold one step of num_envs={envs} environments. Raise it.")
+        steps = asked // envs
+        slots, observations = steps * envs, [fields[name] for name in observation_names(fields)]
+        row = sum(each.row_bytes for each in observations)
+        fitting = max(_FINALS_AT_LEAST, slots * _FINALS_PER_STEP) // row
+        finals = min(slots, max(envs, slots // _STEPS_PER_FINAL, fitting))
+        if self.final_capacity is not None:
+            finals = min(check_int("final_capacity", self.final_capacity, 0), slots)
+        if check_choice("autoreset", self.autoreset, get_args(Autoreset)) == "next_step":
+            finals = 0
+        elif check_bool("terminal_obs", self.terminal_obs) and not finals:
+            raise ValueError("terminal_obs=True needs places for final observations; found final_capacity=0. Raise it.")
+        check_choice("padding", self.padding, get_args(Padding))
+        frames = check_int("stack", self.stack, 1, _MOST_FRAMES)
+        window = check_int("n_step", self.n_step, 1, _MOST_STEPS)
+        rows = check_sequences(self.sequences)
+        for name, length in (("stack", frames), ("n_step", window)):
+            if length > steps:
+                raise ValueError(
+                    f"{name}={length} is longer than the ring: capacity {asked} holds {steps} steps of each of the "
+                    f"{envs} environments. Raise the capacity to at least {length * envs}, or lower {name}."
+                )
+        if rows is not None and (needed := rows.length + window + frames - 1) > steps:
+            raise ValueError(
+                f"{rows} never fits the ring: with n_step={window} and stack={frames} a row needs {needed} steps of an "
+                f"environment; capacity {asked} holds {steps} of each of the {envs} environments. Raise the capacity "
+                f"to at least {needed * envs}, or ask for shorter sequences."
+            )
+        if self.relabel is not None:
+            check_hindsight(self.relabel).check(fields, window)
+        if self.relabel is not None and rows is not None:
+            raise ValueError("relabel rewrites single steps: make a buffer without sequences, or without relabel.")
+        return replace(
+            self,
+            capacity=slots,
+            num_envs=envs,
+            stack=frames,
+            n_step=window,
+            gamma=check_float("gamma", self.gamma, high=1.0),
+            final_capacity=finals,
+        )
+
+
+def check_sequences(sequences: object) -> Sequences | None:
+    """The setting, or TypeError for anything else."""
+    if sequences is not None and not isinstance(sequences, Sequences):
+        length = sequences if isinstance(sequences, (int, np.integer)) and not isinstance(sequences, bool) else "length"
+        raise TypeError(f"sequences must be Sequences({length}), or None for single steps; found {sequences!r}.")
+    return sequences
+
+
+def check_stream_fields(fields: object) -> dict[str, Field]:
+    """The fields of one step as a dict of their own, or an error that says which one is wrong."""
+    checked = check_fields(fields)
+    for name in checked:
+        if name in _RESERVED_NAMES or name.startswith(("next_obs.", "final_obs.")):
+            raise ValueError(
+                f"field name {name!r} is reserved in a trajectory buffer ({', '.join(_RESERVED_NAMES)}): it makes "
+                "these itself."
+            )
+    observations = observation_names(checked)
+    if not observations:
+        raise ValueError(f"fields need 'obs' (or several 'obs.NAME'); found {', '.join(checked)}.")
+    if "obs" in observations and len(observations) > 1:
+        raise ValueError(f"fields have 'obs' as well as {observations[1]!r}; use one observation or named ones only.")
+    if not any(name == "action" or name.startswith("action.") for name in checked):
+        raise ValueError(f"fields need 'action'; found {', '.join(checked)}.")
+    return checked
+
+
+class TrajectoryStorage(Storage):
+    """The fields and rewards of every stored step, its flags and depth, and final observations.
+
+    observations: names of the fields that are stacked; `singles`: of the others that were given.
+    finals:       for each of them the (shape.finals, *field.shape) kept final observations.
+    """
+
+    streams: Streams
+
+    def __init__(
+        self, settings: StreamSettings, fields: dict[str, Field], device: torch.device, memory: MakeMemory | None = None
+    ) -> None:
+        shape = settings.shape
+        super().__init__(shape.slots, fields, device, memory=memory)
+        # rewards of whole windows are read for each start: they stay with the flags; and these are summed up to their
+        # full length and masked: memory never written must hold numbers
+        self.fields = {**fields, "reward": REWARD}
+        rows = 1 if device.type == "meta" else shape.slots
+        self.tensors["reward"] = allocate((rows,), REWARD.dtype, device).zero_()
+        self.gamma, self.padding, self.relabel = settings.gamma, settings.padding, settings.relabel
+        self.observations = observation_names(fields)
+        self.singles = tuple([name for name in fields if name not in self.observations])
+        self.streams = Streams(shape, device)
+        self.finals: dict[str, Tensor] = {}
+        if shape.finals:
+            for name in self.observations:
+                field = fields[name]
+                rows = 1 if device.type == "meta" else shape.finals
+                self.finals[name] = torch.zeros((rows, *field.shape), dtype=field.dtype, device=device)
+
+    def stream_tensors(self, written: int) -> dict[str, Tensor]:
+        """Views of the tensors kept apart from the fields for the first `written` slots, by name."""
+        return self.streams.views(written) | {f"final.{name}": tensor for name, tensor in self.finals.items()}
+
+    def reset_after(self, added: int) -> None:
+        """Make all slots that so many steps leave unwritten as if they had never been written."""
+        super().reset_after(added)
+        written, streams = min(added, self.capacity), self.streams
+        streams.flags[written:].zero_()
+        streams.depth[written:].zero_()
+        streams.episode_length[written:].fill_(-1)
+        if not written:
+            streams.clipped_length.fill_(-1)
+            streams.owner.fill_(-1)
+        streams.note_followed(added)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes by name, "streams" and "final_obs" among them."""
+        finals = self.streams.shape.finals * sum(self.fields[name].row_bytes for name in self.observations)
+        return super().sizes | {"streams": self.streams.nbytes} | ({"final_obs": finals} if finals else {})

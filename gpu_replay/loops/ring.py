@@ -4,14 +4,23 @@
 
 from __future__ import annotations
 
-from gpu_replay.loops.compiling import loop
+from gpu_replay.loops.compiling import inner, loop
 from gpu_replay.loops.constants import Counter
 from gpu_replay.loops.masses import highest_of, mark_changed, sum_above
 
 _ADDED, _RANDOM, _STEP = Counter.ADDED, Counter.RANDOM, Counter.STEP
-_MAX_MASS, _SATURATED = Counter.MAX_MASS, Counter.SATURATED
-# sources of the mass of a row that was added without a priority
-FIXED, LARGEST_EVER, LARGEST_STORED = range(3)
+_MAX_MASS, _SATURATED, _HIGHEST = Counter.MAX_MASS, Counter.SATURATED, Counter.HIGHEST
+
+
+@inner
+def initial_mass(source, first_mass, counters, flat, starts):
+    """The mass of rows that come without a priority: that in the counter `source`; where it is 0, or there is none, -1,
+    `first_mass`.
+    """
+    if source == _HIGHEST:
+        counters[_HIGHEST] = highest_of(flat, starts)
+    largest = counters[source] if source >= 0 else 0
+    return largest if largest > 0 else first_mass
 
 
 @loop("(int64, int64[::1], int64, int64, int64, int64, int64[::1], int32[::1], int64[::1], int64[::1], int64[::1])")
@@ -22,18 +31,13 @@ def append(
 
     rows:       rows added after the newest; if they are more than the slots, the last ones stay.
     masses:     (rows,) given with them, or empty; `largest` is the largest, and `saturated` counts those cut.
-    source:     of masses that were not given; `first_mass` is the fixed one, or that before any other.
+    source, first_mass: of masses that were not given, as in `initial_mass`.
     flat, ...:  the tree, or nothing.
     """
     capacity, added = times_sampled.size, counters[_ADDED]
     skipped = max(0, rows - capacity)
     head = (added + skipped) % capacity
-    mass = first_mass
-    if source == LARGEST_EVER and counters[_MAX_MASS]:
-        mass = counters[_MAX_MASS]
-    elif source == LARGEST_STORED:
-        stored = highest_of(flat, starts)
-        mass = stored if stored else first_mass
+    mass = initial_mass(source, first_mass, counters, flat, starts)
     begin, left, at = head, rows - skipped, skipped
     while left:
         stop = min(begin + left, capacity)

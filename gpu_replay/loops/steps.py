@@ -12,8 +12,8 @@ import numpy as np
 
 from gpu_replay.loops.compiling import inner, loop
 from gpu_replay.loops.constants import Counter, Flag
-from gpu_replay.loops.masses import highest_of, sum_above
-from gpu_replay.loops.ring import LARGEST_EVER, LARGEST_STORED
+from gpu_replay.loops.masses import sum_above
+from gpu_replay.loops.ring import initial_mass
 
 _ADDED, _FIRST, _FINALS, _ELIGIBLE = Counter.ADDED, Counter.FIRST, Counter.FINALS, Counter.ELIGIBLE
 _NONFINITE, _TERMINALS, _LOST_TERMINALS = Counter.NONFINITE, Counter.TERMINALS, Counter.LOST_TERMINALS
@@ -152,13 +152,8 @@ def add_steps(
         row, line = step % steps, step % lines
         base, last = row * envs, (row - 1 if row else steps - 1) * envs
         oldest = max(counters[_FIRST] // envs, step + 1 - steps)
-        initial, largest, more, rejected, flawed, nonfinite = first_mass, 0, 0, 0, 0, 0
-        if source == LARGEST_EVER:
-            initial = counters[_MAX_MASS]
-        elif source == LARGEST_STORED:
-            initial = highest_of(flat, starts)
-        if initial == 0:
-            initial = first_mass
+        initial = initial_mass(source, first_mass, counters, flat, starts)
+        largest, more, rejected, flawed, nonfinite = 0, 0, 0, 0, 0
         for env in range(envs):
             slot, previous, index = base + env, last + env, at * envs + env
             before, behind, gone = flags[previous], np.int64(depth[previous]) + 1, depth[slot] == 0

@@ -40,15 +40,6 @@ class DrawRange(NamedTuple):
     offset: int = 0
 
 
-def draw_range(tree: MassTree, head: int) -> DrawRange:
-    """Host: all mass, so that targets ascend with keys instead of slots.
-
-    head: slot of the next key; the slots from it on hold the oldest keys.
-    """
-    total, (flat, starts) = tree.total(), tree.host[:2]
-    return DrawRange(total, tree_loops.mass_before.compiled()(flat, starts, head) % max(total, 1))
-
-
 def slots_in(tree: MassTree, drawn: DrawRange, targets: np.ndarray) -> np.ndarray:
     """Host: the (B,) slots on which (B,) targets in [0, total) fall; the targets are overwritten."""
     slots, (flat, starts) = np.empty(targets.size, dtype=np.int64), tree.host[:2]
@@ -126,7 +117,6 @@ def make_draw(
     *,
     tree: MassTree | None = None,
     starts: MassTree | None = None,
-    tracks_eligibility: bool = False,
     stratified: bool = True,
     normalize_over_buffer: bool = False,
     replacement: bool = False,
@@ -138,15 +128,13 @@ def make_draw(
     their number; (batch,) slots, keys, probabilities and masses, and the minima, to be filled.
 
     tree:    of masses, to draw by mass, and where transitions may have none; or of order codes.
-    starts:  of ones for eligible starts, for uniform draws and the newest; None where all stored slots can be drawn.
-    tracks_eligibility: whether stored slots exist that cannot be drawn.
+    starts:  of ones for eligible starts, for uniform draws and the newest; None where all stored slots can be drawn, or
+             `tree` alone will do.
     """
     from gpu_replay.kernels.draw import draw_kernel
 
     by_priority = by != "uniform" and drawn > 0
     by, replacement = by if by_priority else "uniform", replacement or by_priority or not drawn
-    if tracks_eligibility and starts is None and (by == "uniform" or drawn < batch):
-        raise RuntimeError("there is no tree of eligible starts to draw uniformly, or the newest, from.")
     interpreted = counters.device.type == "cpu"
     levels: tuple[Tensor, ...] = ()
     if by == "uniform":
@@ -154,11 +142,11 @@ def make_draw(
     elif by == "mass" and tree is not None:
         levels = tree.levels
     newest = starts.levels if starts is not None and by_priority and drawn < batch else ()
-    held = tree.levels[:1] if tree is not None and not tracks_eligibility and drawn < batch else ()
+    held = tree.levels[:1] if tree is not None and starts is None and drawn < batch else ()
     # none where all rows are the newest
     blocks = blocks_for(drawn if replacement else PERMUTATION_WORDS)
     # a draw a thread; programs of one warp where it searches, so that a small batch spreads over a GPU
-    searches = by != "uniform" or tracks_eligibility
+    searches = by != "uniform" or starts is not None
     draws = per_program(32 if searches else 128, batch, interpreted)
     programs = -(-batch // draws)
     launch = Launch(

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.fields import Field
 from gpu_replay.ops.counters import blocks_for
 from gpu_replay.ops.draw import PERMUTATION_WORDS
 from gpu_replay.ops.launch import Launch, per_program
 from gpu_replay.ops.ring import convert
 from gpu_replay.ops.steps import Streams, powers_of
+from gpu_replay.ops.windows import StepStore
 
 Strategy = Literal["future", "geometric", "final", "episode"]
 # a double times the sum of all masses is exact to one of them
@@ -47,19 +47,6 @@ class GoalRows(NamedTuple):
     places: Tensor | None
 
 
-class RelabelInput(NamedTuple):
-    """Rows of a batch that were chosen, and the goals with which the user's functions are called.
-
-    rows:  (K,) int64. known: (K,) bool, false for rows that stay as they are; None: all rows have another goal.
-    achieved, desired: (K, *goal), the goals achieved after the steps, and those that the rows have now.
-    """
-
-    rows: Tensor
-    known: Tensor | None
-    achieved: Tensor
-    desired: Tensor
-
-
 def goal_sums(gamma: float | None, steps: int) -> np.ndarray:
     """(m,) int64, m <= steps: at k - 1 the sum of masses of the goals from 1 to k steps ahead, that of k in proportion
     to gamma ** (k - 1); none without gamma. Goals beyond m would have a mass of 0.
@@ -73,42 +60,31 @@ def goal_sums(gamma: float | None, steps: int) -> np.ndarray:
     return np.cumsum(masses[masses > 0])
 
 
-def goal_words(count: int, strategy: Strategy) -> int:
-    """Random words, in addition to those of a permutation, that `count` goals take."""
-    return 0 if strategy == "final" else count
-
-
 def goal_blocks(count: int, strategy: Strategy) -> int:
-    """Philox blocks that choosing `count` rows and their goals takes."""
-    return blocks_for(PERMUTATION_WORDS) + blocks_for(goal_words(count, strategy))
-
-
-def gather_goals(chosen: GoalRows, raw: Tensor, pool: Tensor | None, field: Field) -> Tensor:
-    """The (K, *shape) goals, as `field` wants them sampled; anything where they are not known.
-
-    raw:  (K, *shape) as stored, the goals achieved in the steps; referenced nowhere else.
-    pool: (finals, *shape) of final observations, or None.
-    """
-    if pool is not None and chosen.places is not None:
-        pooled = (chosen.places >= 0).reshape(-1, *(1 for _ in field.shape))
-        raw = torch.where(pooled, pool.index_select(0, chosen.places.clamp(min=0)), raw)
-    return convert(raw, field)
+    """Philox blocks that choosing `count` rows and their goals takes: those of a permutation, and a word for a goal."""
+    return blocks_for(PERMUTATION_WORDS) + (0 if strategy == "final" else blocks_for(count))
 
 
 def put_goals(
-    tensors: dict[str, Tensor], chosen: GoalRows, goals: Tensor, achieved: str, desired: str, stack: int
-) -> RelabelInput:
-    """Write new goals, (K, *goal) as sampled, into K rows of a batch in place: into all `stack` frames of a row.
+    tensors: dict[str, Tensor], chosen: GoalRows, raw: Tensor, storage: StepStore, achieved: str, desired: str
+) -> tuple[Tensor, Tensor]:
+    """Write new goals into K rows of a batch in place, into all frames of their stacks.
 
+    raw:     (K, *shape) the goals achieved in the chosen steps, as stored; referenced nowhere else.
     achieved, desired: the fields of goals.
+    returns: (K, *goal) as sampled, the goals achieved after the steps, and those that the rows have now.
     """
-    rows, known = chosen.rows, chosen.known
+    rows, pool, stack = chosen.rows, storage.finals.get(achieved), storage.streams.shape.stack
+    if pool is not None and chosen.places is not None:
+        pooled = (chosen.places >= 0).reshape(-1, *(1 for _ in raw.shape[1:]))
+        raw = torch.where(pooled, pool.index_select(0, chosen.places.clamp(min=0)), raw)
+    goals = convert(raw, storage.fields[desired])
     wide = goals if stack == 1 else goals.unsqueeze(1).expand(-1, stack, *goals.shape[1:])
     for name in (desired, f"next_{desired}"):
-        masked_put(tensors[name], rows, known, wide)
+        masked_put(tensors[name], rows, chosen.known, wide)
     # rows that keep their goal are shown with it
-    stacks = (tensors[name].index_select(0, rows) for name in (f"next_{achieved}", desired))
-    return RelabelInput(rows, known, *(each if stack == 1 else each[:, -1].contiguous() for each in stacks))
+    after, now = (tensors[name].index_select(0, rows) for name in (f"next_{achieved}", desired))
+    return (after, now) if stack == 1 else (after[:, -1].contiguous(), now[:, -1].contiguous())
 
 
 def masked_put(target: Tensor, rows: Tensor, known: Tensor | None, values: Tensor) -> None:

@@ -28,7 +28,7 @@ from gpu_replay.loops.constants import ROOT_LIMIT
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import NO_MASS, Counter
 from gpu_replay.ops.launch import Launch, aligned, per_program, reciprocal
-from gpu_replay.ops.ring import contiguous, moved_rows
+from gpu_replay.ops.ring import StreamShape, contiguous, moved_rows
 
 if TYPE_CHECKING:
     from gpu_replay.ops.steps import Streams
@@ -44,7 +44,7 @@ TOP_EXPONENT = 42.5
 class MassRule:
     """How one buffer turns priorities into masses.
 
-    limit: largest mass of one slot.
+    limit: largest mass of one slot. ordered: whether they are order codes instead, see `OrderRule`.
     """
 
     ordered: ClassVar[bool] = False
@@ -63,7 +63,7 @@ class MassRule:
         """The (B,) int64 masses of (B,) finite float32 or float64 priorities, the largest of them, and how many were
         cut. B is at least 1.
         """
-        masses = loops.masses.compiled()(self.numbers(priorities), False)
+        masses = loops.masses.compiled()(self.numbers(priorities), self.ordered)
         largest, saturated = int(masses.max()), 0
         if largest > self.limit:
             largest, saturated = self.limit, int(np.count_nonzero(masses > self.limit))
@@ -100,58 +100,34 @@ class MassRule:
 
 
 @dataclass(frozen=True)
-class OrderRule:
-    """Turns priorities into order codes, for draws by rank; has the fields of `MassRule`, which it does not use.
+class OrderRule(MassRule):
+    """Turns priorities into order codes, for draws by rank, without the numbers by which masses are made.
 
     code = bits of the float64 |priority|, plus 1: the bits of numbers that are not negative ascend with them, so codes
     compare as priorities do, exactly. A slot that must not be drawn has code 0. Sums of codes mean nothing.
+
+    limit: the code of the largest float64, so that none is ever cut.
     """
 
     ordered: ClassVar[bool] = True
 
-    alpha: ClassVar[float] = 0.0
-    eps: ClassVar[float] = 0.0
-    clip: ClassVar[float] = math.inf
-    limit: ClassVar[int] = 2**63 - 1
+    alpha: float = 0.0
+    eps: float = 0.0
+    clip: float = math.inf
+    limit: int = 2**63 - 2**52
 
     def numbers(self, priorities: np.ndarray) -> np.ndarray:
         """(B,) float64: |priority| of (B,) finite priorities, whose bits make the codes."""
         return np.abs(priorities, dtype=np.float64)
-
-    def masses(self, priorities: np.ndarray) -> tuple[np.ndarray, int, int]:
-        """The (B,) int64 codes of (B,) finite priorities, the largest of them, and 0: none is ever cut."""
-        codes = loops.masses.compiled()(self.numbers(priorities), True)
-        return codes, int(codes.max()), 0
-
-    def mass(self, priority: float) -> int:
-        """The code of one priority."""
-        return self.masses(np.array([priority], dtype=np.float64))[1]
 
     def priorities(self, codes: np.ndarray) -> np.ndarray:
         """The (B,) float64 priorities of (B,) int64 codes above 0, exactly."""
         return (codes - 1).view(np.float64)
 
 
-Rule = MassRule | OrderRule
-
-
 def fanout_for(backend: Backend) -> int:
     """Children of one node: few where every array operation costs, many where every level is a trip to memory."""
     return 16 if backend == "host" else 32
-
-
-def root_limit_for(backend: Backend) -> int:
-    """Nodes of the root at most: the host's loops scan thousands at once, a kernel one block."""
-    return ROOT_LIMIT if backend == "host" else fanout_for(backend)
-
-
-def level_sizes(slots: int, backend: Backend, summed: bool) -> list[int]:
-    """Nodes of each level, leaves first, each padded to whole blocks; without sums leaves alone."""
-    fanout = fanout_for(backend)
-    sizes = [-(-slots // fanout) * fanout]
-    while summed and sizes[-1] > root_limit_for(backend):
-        sizes.append(-(-(sizes[-1] // fanout) // fanout) * fanout)
-    return sizes
 
 
 class TreeArrays(NamedTuple):
@@ -172,8 +148,12 @@ class MassTree:
     def __init__(self, slots: int, device: torch.device, backend: Backend, *, summed: bool = True) -> None:
         self.slots = slots
         self.backend = backend
-        self.fanout = fanout_for(backend)
-        sizes = level_sizes(slots, backend, summed)
+        self.fanout = fanout = fanout_for(backend)
+        # nodes of each level, padded to whole blocks; of the root the host's loops scan thousands at once, a kernel one
+        # block
+        most, sizes = ROOT_LIMIT if backend == "host" else fanout, [-(-slots // fanout) * fanout]
+        while summed and sizes[-1] > most:
+            sizes.append(-(-(sizes[-1] // fanout) // fanout) * fanout)
         if backend == "host" and device.type != "meta":
             # all levels in one piece, for the compiled loops
             starts = np.cumsum([0, *sizes])
@@ -225,26 +205,29 @@ class MassTree:
 
 TreeArguments = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 NO_TREE: TreeArguments = (), ()
+# of a ring of transitions
+NO_STEPS = StreamShape(num_envs=1, steps=1, stack=1, n_step=1, next_step=False, finals=0)
 # takes values, priorities, keys to be filled, and whether all values are aligned
 Add = Callable[[Mapping[str, Tensor], Tensor | None, Tensor, bool], None]
 
 
 class DeviceMasses:
-    """Arguments of the mass kernels: a tree, the numbers of its rule and, for updates, one stamp per slot."""
+    """Arguments of the mass kernels: a tree, the numbers of its rule and, for updates, one stamp per slot.
 
-    def __init__(self, tree: MassTree, rule: Rule, initial: int) -> None:
+    initial: the counter that has the mass of new transitions, -1 for none, and what it is without that, or before any.
+    """
+
+    def __init__(self, tree: MassTree, rule: MassRule, initial: tuple[int, int]) -> None:
         device = tree.levels[0].device
         self.tree = tree
-        masses = torch.tensor([initial, rule.limit], dtype=torch.int64, device=device)
+        self.source, mass = initial
+        masses = torch.tensor([mass, rule.limit], dtype=torch.int64, device=device)
         numbers = torch.tensor([rule.alpha, rule.eps, rule.clip], dtype=torch.float64, device=device)
         # order codes are made without numbers
         self.rule = (masses,) if rule.ordered else (masses, numbers)
+        # levels and rule, as kernels take them
+        self.arguments: TreeArguments = tree.levels, self.rule
         self.stamps = torch.full((tree.slots,), -1, dtype=torch.int32, device=device)
-
-    @property
-    def arguments(self) -> TreeArguments:
-        """Levels and rule, as kernels take them."""
-        return self.tree.levels, self.rule
 
     def find_highest(self, counters: Tensor) -> None:
         """Bring the largest stored mass to where kernels take it from."""
@@ -289,15 +272,13 @@ def make_add(
     counters: Tensor,
     times_sampled: Tensor,
     rows: int,
-    initial_counter: int | None,
     *,
     given: bool,
 ) -> Add:
     """Device: store `rows` transitions with their masses, and put their keys into a (rows,) int64. One launch changes
     all that changes, so that nothing comes between.
 
-    initial_counter: where the initial mass is found if it is there; else it is the one given to `masses`.
-    given:  whether they come with priorities, all of one dtype.
+    given: whether they come with priorities, all of one dtype.
     """
     from gpu_replay.kernels.masses import add_kernel
 
@@ -322,9 +303,9 @@ def make_add(
         LAYOUT=layout,
         BLOCKS=blocks,
         GIVEN=given,
-        SOURCE=-1 if initial_counter is None else initial_counter,
+        SOURCE=-1 if masses is None else masses.source,
     )
-    looks_up = masses if initial_counter == Counter.HIGHEST else None
+    looks_up = masses if masses is not None and masses.source == Counter.HIGHEST else None
 
     def add(values: Mapping[str, Tensor], priorities: Tensor | None, keys: Tensor, ready: bool) -> None:
         if looks_up is not None:
@@ -333,30 +314,6 @@ def make_add(
         launch(inputs, keys, numbers, aligned=(ready or aligned(*inputs)) and (numbers is keys or aligned(numbers)))
 
     return add
-
-
-def _waiting(streams: Streams | None) -> dict[str, Any]:
-    """Arguments of `update_kernel` by which masses wait for their steps."""
-    if streams is None:
-        zeros = dict.fromkeys(("envs", "per_envs", "stack", "n_step", "lines", "per_lines", "ahead"), 0)
-        kinds = dict.fromkeys(("NEXT_STEP", "LONG", "STRICT"), False)
-        return {"streams": (), **zeros, "stride": 0, "per_stride": 0, **kinds}
-    shape = streams.shape
-    return {
-        "streams": (streams.flags, streams.depth, streams.open_masses),
-        "envs": shape.num_envs,
-        "per_envs": reciprocal(shape.num_envs),
-        "stack": shape.stack,
-        "n_step": shape.n_step,
-        "lines": streams.open_masses.numel(),
-        "per_lines": reciprocal(streams.open_masses.numel()),
-        "ahead": shape.ahead,
-        "stride": shape.stride,
-        "per_stride": reciprocal(shape.stride),
-        "NEXT_STEP": shape.next_step,
-        "LONG": shape.length > 0,
-        "STRICT": shape.strict,
-    }
 
 
 def make_update(
@@ -374,6 +331,10 @@ def make_update(
     together = keys_together(batch, interpreted) if masses is not None else 0
     draws = together or per_program(128, batch, interpreted)
     programs, stamps = -(-batch // draws), counters if masses is None else masses.stamps
+    # nothing waits where there are no steps, or no masses
+    waiting = None if masses is None else streams
+    shape = NO_STEPS if waiting is None else waiting.shape
+    lines = shape.num_envs * shape.lines
     shared: dict[str, Any] = {"counters_ptr": counters, "stamp_ptr": stamps, "batch": batch, "capacity": capacity}
     shared |= {"per_capacity": reciprocal(capacity), "DRAWS": draws}
     finds_apart = masses is not None and not together
@@ -383,7 +344,19 @@ def make_update(
         programs,
         **shared,
         tree=NO_TREE if masses is None else masses.arguments,
-        **_waiting(None if masses is None else streams),
+        streams=() if waiting is None else (waiting.flags, waiting.depth, waiting.open_masses),
+        envs=shape.num_envs,
+        per_envs=reciprocal(shape.num_envs),
+        stack=shape.stack,
+        n_step=shape.n_step,
+        lines=lines,
+        per_lines=reciprocal(lines),
+        ahead=shape.ahead,
+        stride=shape.stride,
+        per_stride=reciprocal(shape.stride),
+        NEXT_STEP=shape.next_step,
+        LONG=shape.length > 0,
+        STRICT=shape.strict,
         FINDS_WINNERS=together > 0,
         num_warps=update_warps(together),
     )

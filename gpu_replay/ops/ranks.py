@@ -8,6 +8,10 @@ sort is stable, so that equal codes keep the smaller key first; slots that canno
 Nothing here waits for the device, and a CUDA graph can capture all of it. During a sort it needs up to 40 bytes a slot
 of extra memory: the arranged codes, the sorted codes, and as much again for PyTorch's radix sort.
 
+Prefix sums of all masses take two launches on a device, whatever the length: one sums up parts of the numbers, the
+other scans each part from the sum of those before it. This moves 24 bytes a number where one launch could do with 16,
+but whose programs would have to wait for each other's sums.
+
 Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
 """
 
@@ -21,15 +25,17 @@ import torch
 from torch import Tensor
 
 from gpu_replay.loops import ranks as loops
+from gpu_replay.ops._backend import choose
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.masses import MassTree
-from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 
 # the total of all ranks stays below 2**62, and a mass is a whole float64
 _TOTAL_BITS = 61
 _MASS_BITS = 52
 # when a larger share of all slots has changed, sorting anew takes less
 _CHANGED = 8
+# parts of a prefix sum at most, which the multiprocessors of a large GPU hold all at once, and the numbers of a block
+_PARTS, _BLOCK = 1024, 1024
 
 
 def cumulative_masses(slots: int, alpha: float) -> np.ndarray:
@@ -95,16 +101,14 @@ def _arrays(slots: int, full: Callable[[Any, int, Any], np.ndarray] = np.full) -
         full((blocks, width), 0, np.int64),
         full((blocks, width), 0, np.int32),
         full(slots, -1, np.int32),
-        full(blocks, 0, np.int64),
-        full(blocks, 0, np.int64),
-        full(blocks, 0, np.int64),
-        full(blocks, 0, np.int64),
+        # fences, their keys, the order of blocks and their sizes
+        *(full(blocks, 0, np.int64) for _ in range(4)),
         full(loops.COUNT, -1, np.int64),
     )
 
 
 def host_ranks_bytes(slots: int) -> int:
-    """Bytes of the `HostRanks` of a buffer."""
+    """Bytes of the `HostRanks` of a buffer: of table, order and recorded changes."""
     # one number seen in every place has the size of an array and takes no memory
     arrays = _arrays(slots, lambda shape, number, dtype: np.broadcast_to(dtype(number), shape))
     return slots * np.int64().nbytes + sum(array.nbytes for array in arrays)
@@ -114,7 +118,7 @@ class HostRanks:
     """The rank order of one buffer on the host, and draws from it.
 
     leaves: (slots,) int64 order codes, 0 for slots that cannot be drawn. counters: of the buffer.
-    changed_slots: where `loops/masses.py` records which codes have changed; which keys have, the counters say.
+    changed_slots: where `loops/masses.py` records which codes and keys have changed.
     """
 
     def __init__(self, leaves: np.ndarray, counters: np.ndarray, alpha: float) -> None:
@@ -124,18 +128,13 @@ class HostRanks:
         self.changed_slots, *self._order = _arrays(slots)
         self._counts = self._order[-1]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of table, order and recorded changes."""
-        return host_ranks_bytes(self._leaves.size)
-
     def draw_ranks(self, doubles: np.ndarray, *, stratified: bool) -> RankedRows:
         """Draw one row for each of (B,) float64 in [0, 1). Raises RuntimeError where no slot can be drawn.
 
         stratified: from each of B equal parts of the mass.
         """
         added, counts = self._counters.item(Counter.ADDED), self._counts
-        changed = self._changes(added)
+        changed = self._changes()
         # marked invalid until the update is done: after an interrupt the next draw sorts anew
         counts[loops.ADDED] = -1
         self._renew(changed, added)
@@ -149,12 +148,12 @@ class HostRanks:
         total, before = self._sums.item(count - 1), self._sums.item(count - 2) if count > 1 else 0
         return RankedRows(slots, masses, total, total - before)
 
-    def _changes(self, added: int) -> np.ndarray | None:
+    def _changes(self) -> np.ndarray | None:
         """The slots whose code or key changed since the last call; None if all may have changed."""
-        count, before = self.changed_slots.item(0), self._counts.item(loops.ADDED)
-        if before < 0 or count + added - before >= self.changed_slots.size:
+        count = self.changed_slots.item(0)
+        if self._counts.item(loops.ADDED) < 0 or count >= self.changed_slots.size:
             return None
-        return np.concatenate((self.changed_slots[1 : count + 1], np.arange(before, added) % self._leaves.size))
+        return self.changed_slots[1 : count + 1]
 
     def _renew(self, changed: np.ndarray | None, added: int) -> None:
         """Bring the order up to date."""
@@ -167,17 +166,15 @@ class HostRanks:
             loops.remove.compiled()(changed, *self._order)
             insert, done = loops.insert.compiled(), 0
             while (done := insert(changed, done, added, self._leaves, *self._order)) < changed.size:
-                self._fill(self._list(added), added)
+                # all that have a rank
+                listed = np.arange(self._counts.item(loops.RANKED))
+                self._fill(self._located(listed, added), added)
 
     def _located(self, ranks: np.ndarray, added: int) -> np.ndarray:
         """The (B,) slots that have these ranks, counted from 0."""
         slots = np.empty(ranks.size, dtype=np.int64)
         loops.locate.compiled()(ranks, added, slots, *self._order)
         return slots
-
-    def _list(self, added: int) -> np.ndarray:
-        """The (n,) slots that have a rank in order."""
-        return self._located(np.arange(self._counts.item(loops.RANKED)), added)
 
     def _fill(self, listed: np.ndarray, added: int) -> None:
         """Make all blocks anew of (n,) slots in order, each five eighths full."""
@@ -198,51 +195,58 @@ class HostRanks:
         counts[loops.RANKED], counts[loops.BLOCKS] = count, blocks
 
 
-class RankList(NamedTuple):
-    """All eligible slots in rank order.
+def inclusive_prefix_sum(values: Tensor) -> Tensor:
+    """(N,) int64 sums of the first 1, 2, ..., N of (N,) int64 values; N may be 0. Overflow wraps."""
+    if choose(values.device) == "host":
+        return torch.from_numpy(values.numpy().cumsum())
+    from gpu_replay.kernels.prefix_sum import scan_parts_kernel, sum_parts_kernel
 
-    ages:   (capacity,) int64 ages of the keys in order of their ranks, 0 for the oldest slot of the ring.
-    listed: (1,) int64, how many of them can be drawn: the first.
-    """
+    values, length = values.contiguous(), values.numel()
+    out = torch.empty_like(values)
+    if length:
+        # blocks of each part, and parts
+        blocks = -(-length // (_PARTS * _BLOCK))
+        parts = -(-length // (blocks * _BLOCK))
+        sums = torch.empty(parts, dtype=torch.int64, device=values.device)
+        with torch.cuda.device_of(values):
+            sum_parts_kernel[(parts,)](values, sums, length, blocks, BLOCK=_BLOCK)
+            scan_parts_kernel[(parts,)](values, sums, out, length, blocks, PARTS=_PARTS, BLOCK=_BLOCK)
+    return out
 
-    ages: Tensor
-    listed: Tensor
+
+def device_ranks_bytes(slots: int) -> int:
+    """Bytes of the `DeviceRanks` of a buffer: of table and list."""
+    return (2 * slots + 1) * np.int64().nbytes
 
 
 class DeviceRanks:
     """The masses of ranks and the list of a buffer, and whether the next `sample` must sort it anew.
 
-    counters: of the buffer.
-    sums:     the masses of the ranks up to each, (slots,) int64 on the device, where somebody has made them already.
+    sums:   (slots,) int64, the masses of the ranks up to each.
+    ages:   (slots,) int64 ages of the keys in order of their ranks, 0 for the oldest slot of the ring.
+    listed: (1,) int64, how many of them can be drawn: the first.
     """
 
-    def __init__(self, slots: int, alpha: float, counters: Tensor, sums: Tensor | None = None) -> None:
-        if sums is None:
-            sums = inclusive_prefix_sum(torch.from_numpy(rank_masses(slots, alpha)).to(counters.device))
-        self.sums = sums
+    def __init__(self, slots: int, alpha: float, counters: Tensor) -> None:
+        self.sums = inclusive_prefix_sum(torch.from_numpy(rank_masses(slots, alpha)).to(counters.device))
         self._counters = counters
-        ages = torch.zeros(sums.numel(), dtype=torch.int64, device=counters.device)
-        self._list = RankList(ages, torch.zeros(1, dtype=torch.int64, device=counters.device))
+        self.ages = torch.zeros_like(self.sums)
+        self.listed = counters.new_zeros(1)
         # whether the list is that of this moment, as far as the host knows, and whether a graph may have changed that
         self._current = self._unsure = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of table and list."""
-        return self.sums.nbytes + self._list.ages.nbytes + self._list.listed.nbytes
 
     def changed(self, capturing: bool) -> None:
         """Transitions were added, updated, cleared or restored."""
         self._unsure |= capturing
         self._current = False
 
-    def current(self, tree: MassTree, capturing: bool) -> RankList:
-        """The list to draw from now; sorted anew unless nothing has changed since it was made."""
+    def current(self, tree: MassTree, capturing: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums, ages and their number, to draw from now; sorted anew unless nothing has changed since it was made."""
         if capturing or self._unsure or not self._current:
             self._sort(tree)
             # one that is captured is made by the replays
             self._current |= not capturing
-        return self._list
+        return self.sums, self.ages, self.listed
 
     def _sort(self, tree: MassTree) -> None:
         oldest, ages = self._counters[Counter.ADDED], torch.arange(tree.slots, device=self._counters.device)
@@ -250,5 +254,5 @@ class DeviceRanks:
         codes = tree.masses[ages.add_(oldest).remainder_(tree.slots)]
         del ages
         # code 0 comes after all that can be drawn
-        self._list.listed.copy_((codes > 0).sum())
-        torch.sort(codes, descending=True, stable=True, out=(torch.empty_like(codes), self._list.ages))
+        self.listed.copy_((codes > 0).sum())
+        torch.sort(codes, descending=True, stable=True, out=(torch.empty_like(codes), self.ages))

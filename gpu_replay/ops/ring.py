@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from operator import setitem
@@ -27,7 +28,6 @@ import torch
 from torch import Tensor
 
 from gpu_replay.fields import Field
-from gpu_replay.ops.counters import NO_KEY, Counter
 from gpu_replay.ops.launch import Launch, allocator, per_program
 
 # bytes below which memory comes from the heap, which reuses it anyway
@@ -90,6 +90,46 @@ class BatchMemory:
             del kept[0]
         kept.append(made)
         return made[:count]
+
+
+@dataclass(frozen=True)
+class StreamShape:
+    """How the ring is divided: `steps` steps of `num_envs` environments; the slot of key `k` is `k % slots`.
+
+    next_step: whether the step after an ending carries the final observation.
+    finals:    final observations kept apart from the ring; 0 with `next_step`.
+    terminal:  whether those of terminated episodes are kept there too, where truncated ones leave a place.
+    hindsight: whether later goals are looked up: episodes are then remembered.
+    length:    steps of a row that is a sequence, 0 where rows are single steps; `strict` if all lie in one episode, and
+               the stride of their first steps.
+    """
+
+    num_envs: int
+    steps: int
+    stack: int
+    n_step: int
+    next_step: bool
+    finals: int
+    terminal: bool = False
+    hindsight: bool = False
+    length: int = 0
+    strict: bool = False
+    stride: int = 1
+
+    @property
+    def ahead(self) -> int:
+        """Steps from the first of a row to its last."""
+        return max(self.length - 1, 0)
+
+    @property
+    def lines(self) -> int:
+        """Steps whose start may not be eligible yet."""
+        return self.n_step + 1 + self.ahead
+
+    @property
+    def slots(self) -> int:
+        """Steps of all environments that fit."""
+        return self.num_envs * self.steps
 
 
 class Finish(NamedTuple):
@@ -304,26 +344,3 @@ def make_gather(
         return outputs
 
     return gather
-
-
-@torch.no_grad()
-def write_rows(
-    stores: Mapping[str, Tensor], keys: Tensor, values: Mapping[str, Tensor], counters: Tensor, capacity: int
-) -> None:
-    """Device: store rows of these fields under (B,) live keys, the last of a repeated key, and count stale keys.
-
-    No operation waits for the device, and all that can fail comes before the first change.
-    """
-    added = counters[Counter.ADDED]
-    live = (keys >= torch.maximum(counters[Counter.FIRST], added - capacity)) & (keys < added)
-    stale = (~live & (keys != NO_KEY)).sum()
-    # rows of one key all write the last of them, and rows without a live key what another row writes
-    ordered, place = keys.sort(stable=True)
-    last = place[torch.searchsorted(ordered, keys, right=True) - 1]
-    source = torch.where(live, last, last[live.byte().argmax(0, keepdim=True)])
-    slots, some = keys[source] % capacity, live.any()
-    # with no live key at all, what is stored
-    made = [(stores[name], torch.where(some, rows[source], stores[name][slots])) for name, rows in values.items()]
-    for store, rows in made:
-        store.index_copy_(0, slots, rows)
-    counters[Counter.STALE].add_(stale)

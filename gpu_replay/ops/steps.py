@@ -28,68 +28,25 @@ On the host all that a step changes except the fields is changed by one loop; on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from itertools import starmap
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_replay.fields import Field
-from gpu_replay.loops import steps as loops
 from gpu_replay.loops.constants import Flag as Flag
 from gpu_replay.ops.advice import warn_caller
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import Launch, aligned, reciprocal
 from gpu_replay.ops.masses import DeviceMasses, MassTree
-from gpu_replay.ops.ring import commit, contiguous, moved_rows
+from gpu_replay.ops.ring import StreamShape, moved_rows
 
 
 def endings(flags: Tensor) -> dict[str, Tensor]:
     """How single steps ended, as bool of the shape of their flags."""
     return {"terminated": flags & Flag.TERMINATED != 0, "truncated": flags & Flag.TRUNCATED != 0}
-
-
-@dataclass(frozen=True)
-class StreamShape:
-    """How the ring is divided: `steps` steps of `num_envs` environments; the slot of key `k` is `k % slots`.
-
-    next_step: whether the step after an ending carries the final observation.
-    finals:    final observations kept apart from the ring; 0 with `next_step`.
-    terminal:  whether those of terminated episodes are kept there too, where truncated ones leave a place.
-    hindsight: whether later goals are looked up: episodes are then remembered.
-    length:    steps of a row that is a sequence, 0 where rows are single steps; `strict` if all lie in one episode, and
-               the stride of their first steps.
-    """
-
-    num_envs: int
-    steps: int
-    stack: int
-    n_step: int
-    next_step: bool
-    finals: int
-    terminal: bool = False
-    hindsight: bool = False
-    length: int = 0
-    strict: bool = False
-    stride: int = 1
-
-    @property
-    def ahead(self) -> int:
-        """Steps from the first of a row to its last."""
-        return max(self.length - 1, 0)
-
-    @property
-    def lines(self) -> int:
-        """Steps whose start may not be eligible yet."""
-        return self.n_step + 1 + self.ahead
-
-    @property
-    def slots(self) -> int:
-        """Steps of all environments that fit."""
-        return self.num_envs * self.steps
 
 
 def warn_of_flaw(shape: StreamShape) -> None:
@@ -169,6 +126,13 @@ class Streams:
         """Bytes of all of it."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def waiting_arrays(self) -> tuple[np.ndarray, ...]:
+        """Host: what tells `loops/masses.py` where masses wait until their step can be drawn."""
+        shape = self.shape
+        rows = shape.n_step, shape.ahead, shape.strict, shape.stride
+        settings = np.array([shape.num_envs, shape.stack, shape.next_step, *rows], dtype=np.int64)
+        return settings, self.flags.numpy(), self.depth.numpy(), self.open_masses.numpy().reshape(-1)
+
     def waiting_masses(self, keys: Tensor, first: int, added: int) -> Tensor:
         """(m,) int64 masses that wait until these live keys can be drawn, 0 where none does or they never will be.
 
@@ -192,6 +156,14 @@ class Streams:
         is_open &= keys - self.depth[slots].clamp(max=shape.stack - 1) * envs >= first
         masses = self.open_masses.view(-1)[keys % self.open_masses.numel()]
         return torch.where(is_open, masses, 0)
+
+    def cut(self, envs: Tensor, counters: Tensor) -> None:
+        """Mark the last step of some environments, a bool (num_envs,): the next one is the first of an episode."""
+        added, count = counters[Counter.ADDED], self.shape.num_envs
+        # before the first step there is none to mark
+        marks = envs.to(torch.uint8) * Flag.CUT * (added > 0)
+        slots = (added - count + torch.arange(count, device=envs.device)) % self.shape.slots
+        self.flags.index_copy_(0, slots, self.flags[slots] | marks)
 
     def note_followed(self, added: int) -> None:
         """Set `Flag.FINAL` of the endings that a reset step follows, which versions before 0.4 set for hindsight alone;
@@ -245,18 +217,16 @@ def make_add_step(
     fields: Mapping[str, Field],
     streams: Streams,
     masses: DeviceMasses | None,
-    eligible_tree: MassTree | None,
+    trees: Sequence[MassTree],
     counters: Tensor,
     times_sampled: Tensor,
     pools: Mapping[str, Tensor],
-    initial_counter: int | None,
 ) -> Callable[..., None]:
     """Device: store a step; one launch a call. It takes the values, among them the flags `terminated` and `truncated`,
     (num_envs,) bool, final observations or None, priorities or None, the keys to be filled, (num_envs,) int64, and
     whether all values are aligned.
 
-    masses, eligible_tree: the trees that this buffer keeps over the starts of windows, one or both.
-    initial_counter: where the initial mass is found if it is there; else it is the one given to `masses`.
+    trees:         over the starts of windows: that of `masses`, if there are any, and of ones, one or both.
     pools:         (finals, *shape) of each observation field, where final observations come with the steps; else none.
 
     Priorities are of one dtype, or missing, in all calls.
@@ -264,9 +234,6 @@ def make_add_step(
     from gpu_replay.kernels.steps import add_step_kernel
 
     shape = streams.shape
-    tree = masses.tree if masses is not None else eligible_tree
-    if tree is None:
-        raise RuntimeError("a trajectory buffer keeps masses, an eligible tree or both; found neither.")
     # steps further back than the length of the ring do not count
     ages = steps_at_once(min(shape.n_step + 1, shape.steps))
     # the slot of the step itself may be among the starts that it completes, but not of a longer sequence
@@ -277,14 +244,14 @@ def make_add_step(
     final_names = tuple(pools)
     final_layout, keeping = moved_rows(tuple(fields[name] for name in final_names), shape.num_envs, interpreted)
     stepping = -(-shape.num_envs // envs)
-    looks_up = masses if initial_counter == Counter.HIGHEST else None
+    looks_up = masses if masses is not None and masses.source == Counter.HIGHEST else None
     launch = Launch(
         add_step_kernel,
         stepping + moving + keeping,
         stores=tuple(stores[name] for name in names),
         pools=tuple(pools.values()),
-        tree=(tree.levels, ()) if masses is None else masses.arguments,
-        eligible=() if masses is None or eligible_tree is None else eligible_tree.levels,
+        tree=(trees[0].levels, ()) if masses is None else masses.arguments,
+        eligible=trees[1].levels if len(trees) > 1 else (),
         streams=streams.tensors,
         counters_ptr=counters,
         times_sampled_ptr=times_sampled,
@@ -304,7 +271,7 @@ def make_add_step(
         ENVS=envs,
         AGES=ages,
         FRAMES=frames,
-        SOURCE=-1 if initial_counter is None else initial_counter,
+        SOURCE=-1 if masses is None else masses.source,
         NEXT_STEP=shape.next_step,
         FINAL_LAYOUT=final_layout,
         TERMINAL=shape.terminal,
@@ -333,99 +300,3 @@ def make_add_step(
         launch(inputs, kept, ends, numbers, keys, aligned=fits)
 
     return add_step
-
-
-Result = TypeVar("Result")
-_NOTHING = np.zeros(0, dtype=np.int64)
-# raises KeyError for steps that were refused
-_TAKEN = {False: None}
-_NOWHERE = np.zeros(0, dtype=np.int32)
-
-
-class KeptFinals(NamedTuple):
-    """Which final observations a call keeps.
-
-    places: (T * E,) int32 row of the pool of each step, -1 where no final observation came, -2 where the one of a
-            terminated episode found no place; or nothing.
-    given, pool: (k,) given rows, and the distinct rows of the pool that they go to.
-    """
-
-    places: np.ndarray
-    given: np.ndarray
-    pool: np.ndarray
-
-
-NONE_KEPT = KeptFinals(_NOWHERE, _NOTHING, _NOTHING)
-
-
-class HostSteps:
-    """Adds steps to what is known of one ring: streams, trees and counters.
-
-    trees:   of masses, and of ones for eligible starts; either or both.
-    initial: where the mass of starts without a priority of their own is found, and the fixed one, or that before any.
-    rewards, times_sampled: (slots,) of the ring.
-    """
-
-    def __init__(
-        self,
-        streams: Streams,
-        trees: tuple[MassTree | None, MassTree | None],
-        initial: tuple[int, int],
-        counters: np.ndarray,
-        rewards: np.ndarray,
-        times_sampled: np.ndarray,
-    ) -> None:
-        self._add = loops.add_steps.compiled()
-        self._shape = shape = streams.shape
-        self._owned = streams.owner.numpy(), streams.flags.numpy(), counters
-        tree, ones = trees if trees[0] is not None else trees[::-1]
-        if tree is None:
-            raise RuntimeError("a trajectory buffer keeps masses, an eligible tree or both; found neither.")
-        # the last one: nobody has been warned of a flawed ending
-        rule = shape.length, shape.strict, shape.stride
-        settings = shape.num_envs, shape.stack, shape.next_step, *initial, shape.terminal, *rule, 1
-        self._settings = np.array(settings, dtype=np.int64)
-        metadata = [each.numpy().reshape(-1) for each in streams.tensors]
-        eligible = (_NOTHING, _NOTHING) if ones is None else ones.host[:2]
-        self._arguments = self._settings, *metadata, rewards, times_sampled, counters, *tree.host, *eligible
-
-    def keep(self, terminated: np.ndarray, truncated: np.ndarray, finals: GivenFinals) -> KeptFinals:
-        """Choose rows of the pool for the final observations that came with these (T, E) or (E,) flags."""
-        if not (terminated.any() or truncated.any()):
-            return NONE_KEPT
-        shape, rows = self._shape, terminated.size
-        places, moves = np.empty(rows, np.int32), np.empty((2, rows), np.int64)
-        ended, cut, place_of = map(contiguous, (terminated, truncated, finals.place))
-        kinds = shape.num_envs, shape.terminal, shape.hindsight
-        count = loops.place_finals.compiled()(ended, cut, place_of, places, moves, *self._owned, *kinds)
-        return KeptFinals(places, *moves[:, :count])
-
-    def add(
-        self,
-        steps: tuple[np.ndarray, np.ndarray, np.ndarray],
-        masses: np.ndarray | None,
-        saturated: int,
-        kept: KeptFinals,
-        result: Result,
-        *changes: Iterable[object],
-    ) -> Result:
-        """Add steps together with other changes, as `commit` makes them; returns `result`.
-
-        steps:  terminated, truncated and rewards, (T, E) or (E,). masses: of all of them, or None. saturated: how many
-                of these were cut.
-
-        Warns of the first flawed ending, before anything changes.
-        """
-        flat_masses = _NOTHING if masses is None else contiguous(masses)
-        ended, cut, rewards = steps
-        # arrays of a step mostly lie end to end
-        if ended.ndim > 1 or not (ended.flags.carray and cut.flags.carray and rewards.flags.carray):
-            ended, cut, rewards = map(contiguous, steps)
-        call = ended, cut, rewards, flat_masses, kept.places, saturated, *self._arguments
-        try:
-            # the loop comes first: where it refuses, nothing is written
-            return commit(result, map(_TAKEN.__getitem__, starmap(self._add, (call,))), *changes)
-        except KeyError:
-            warn_of_flaw(self._shape)
-            self._settings[-1] = 0
-        return commit(result, starmap(self._add, (call,)), *changes)

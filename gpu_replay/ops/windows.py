@@ -8,9 +8,9 @@ lanes, several for one look at where frames lie.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -80,28 +80,13 @@ def pieces_together(blocks: int, chunks: int, interpreted: bool) -> int:
     return -(-chunks // -(-chunks // each))
 
 
-class MovedFrames(NamedTuple):
-    """How one launch moves a batch.
-
-    layout:   of the stacks and the single fields.
-    together: pieces of a frame that a program moves one after the other.
-    items:    windows that a program finds.
-    programs: of the whole launch.
-    warps:    of each program.
-    """
-
-    layout: Layout
-    together: int
-    items: int
-    programs: int
-    warps: int
-
-
-@lru_cache(maxsize=256)
-def moved_frames(fields: tuple[Field, ...], stacked: int, batch: int, stack: int, interpreted: bool) -> MovedFrames:
+def moved_frames(
+    fields: tuple[Field, ...], stacked: int, batch: int, stack: int, interpreted: bool
+) -> tuple[Layout, int, int, int, int]:
     """How a launch moves a batch of fields; the first `stacked` are stacks, moved before their windows and after them.
 
-    The result is computed once and kept, as in `moved_rows`.
+    returns: the layout of the stacks and the single fields; pieces of a frame that a program moves one after the other;
+             windows that a program finds; programs of the whole launch, and warps of each.
     """
     frames = batch * stack
     tiles = [frame_tile(field, frames, interpreted) for field in fields[:stacked]]
@@ -109,93 +94,76 @@ def moved_frames(fields: tuple[Field, ...], stacked: int, batch: int, stack: int
     layout = layout_of(fields, tiles, converted=True)
     # one item per thread
     items = per_program(128, batch, interpreted)
-    # stacks before windows, and as many after them
-    blocks = [2 * -(-frames // tile.rows) for tile in tiles[:stacked]]
-    chunks = [tile.chunks for tile in tiles[:stacked]]
-    together = max(map(pieces_together, blocks, chunks, [interpreted] * stacked), default=1)
-    moving = sum(count * -(-each // together) for count, each in zip(blocks, chunks, strict=True))
+    # groups of frames, before windows and as many after them, and the pieces of each
+    groups = [(2 * -(-frames // tile.rows), tile.chunks) for tile in tiles[:stacked]]
+    together = max(pieces_together(blocks, chunks, interpreted) for blocks, chunks in groups)
+    moving = sum(blocks * -(-chunks // together) for blocks, chunks in groups)
     programs = moving + layout.programs(batch, stacked) + -(-batch // items)
-    sizes = [
-        each.rows * each.columns * _value_bytes(field) for each, field in zip(tiles, fields[:stacked], strict=False)
-    ]
-    return MovedFrames(layout, together, items, programs, 8 if max(sizes, default=0) > _TILE else 4)
+    largest = max(tiles[each].rows * tiles[each].columns * _value_bytes(fields[each]) for each in range(stacked))
+    return layout, together, items, programs, 8 if largest > _TILE else 4
 
 
 # bytes of a piece that is gathered and converted while it is in the cache
 _PIECE = 2**21
 
 
-class FrameStore(NamedTuple):
-    """Host: the frames of one observation field.
+def make_gather_stacks(
+    ring: np.ndarray, pool: np.ndarray | None, field: Field
+) -> Callable[[np.ndarray], tuple[Tensor, Tensor]]:
+    """Host: a function of (2 * B, S) places of frames, as `loops/windows.py` says, the stacks before the windows first.
+    It makes the (B, S, *shape) stacks before and after windows, without the axis of frames where S is 1.
 
-    ring, pool: (slots, words) and (finals, words) stored frames and kept final observations, seen as words.
-    dtype:      of the values in them, as NumPy sees it.
-    gather:     the loop that copies them, compiled.
-    field:      what they hold; `view` makes tensors over such values.
+    ring, pool: (slots, *shape) stored frames and (finals, *shape) kept final observations, or None.
     """
+    rows = ring.reshape(len(ring), -1).view(np.uint8)
+    # words of 8 bytes where rows are made of these
+    by_bytes = rows.shape[1] % 8 or not rows.view(np.int64).flags.aligned
+    word, loop = (np.uint8, gather_bytes) if by_bytes else (np.int64, gather_words)
+    frames, view = rows.view(word), as_torch(field)
+    finals = frames[:0] if pool is None else pool.reshape(len(pool), -1).view(word)
+    gather, outputs = partial(loop.compiled(), frames, finals), BatchMemory()
 
-    ring: np.ndarray
-    pool: np.ndarray
-    dtype: np.dtype[Any]
-    gather: Callable[..., None]
-    field: Field
-    view: Callable[[np.ndarray], Tensor]
+    def gather_stacks(frame_slots: np.ndarray) -> tuple[Tensor, Tensor]:
+        (count, stack), batch = frame_slots.shape, len(frame_slots) // 2
+        shape = (count, stack, *field.shape) if stack > 1 else (count, *field.shape)
+        if not field.converts:
+            out = outputs.array("", shape, ring.dtype)
+            gather(frame_slots, 0, batch, 0, out.reshape(-1).view(word).reshape(-1, frames.shape[1]))
+            return view(out[:batch]), view(out[batch:])
+        converted = outputs.tensor("", shape, field.output_dtype)
+        sides = converted[:batch], converted[batch:]
+        piece = max(1, min(_PIECE // max(1, 2 * stack * field.row_bytes), batch))
+        memory = np.empty((2 * piece, *shape[1:]), ring.dtype)
+        for begin in range(0, batch, piece):
+            end = min(begin + piece, batch)
+            raw = memory[: 2 * (end - begin)]
+            gather(frame_slots, begin, end, begin, raw.reshape(-1).view(word).reshape(-1, frames.shape[1]))
+            for side, part in zip(sides, view(raw).chunk(2), strict=True):
+                convert(part, field, side[begin:end])
+        return sides
 
-    @classmethod
-    def of(cls, ring: np.ndarray, pool: np.ndarray | None, field: Field) -> FrameStore:
-        """The store of a ring (slots, *shape) and a pool of final observations (finals, *shape), or None."""
-        rows = ring.reshape(len(ring), -1).view(np.uint8)
-        # words of 8 bytes where rows are made of these
-        by_bytes = rows.shape[1] % 8 or not rows.view(np.int64).flags.aligned
-        word, gather = (np.uint8, gather_bytes) if by_bytes else (np.int64, gather_words)
-        pool_rows = rows[:0] if pool is None else pool.reshape(len(pool), -1)
-        return cls(rows.view(word), pool_rows.view(word), ring.dtype, gather.compiled(), field, as_torch(field))
-
-
-def gather_stacks(
-    frames: FrameStore, frame_slots: np.ndarray, outputs: BatchMemory, name: str
-) -> tuple[Tensor, Tensor]:
-    """Host: (B, S, *shape) stacks of one field before and after windows, without the axis of frames where S is 1.
-
-    frame_slots: (2 * B, S) as `loops/windows.py` says, the stacks before the windows first.
-    outputs: where the memory of the stacks of the field `name` comes from.
-    """
-    ring, pool, dtype, gather, field, view = frames
-    (rows, stack), batch = frame_slots.shape, len(frame_slots) // 2
-    shape = (rows, stack, *field.shape) if stack > 1 else (rows, *field.shape)
-    if not field.converts:
-        out = outputs.array(name, shape, dtype)
-        gather(ring, pool, frame_slots, 0, batch, 0, out.reshape(-1).view(ring.dtype).reshape(-1, ring.shape[1]))
-        return view(out[:batch]), view(out[batch:])
-    converted = outputs.tensor(name, shape, field.output_dtype)
-    sides = converted[:batch], converted[batch:]
-    piece = max(1, min(_PIECE // max(1, 2 * stack * field.row_bytes), batch))
-    memory = np.empty((2 * piece, *shape[1:]), dtype)
-    for begin in range(0, batch, piece):
-        end = min(begin + piece, batch)
-        raw = memory[: 2 * (end - begin)]
-        gather(ring, pool, frame_slots, begin, end, begin, raw.reshape(-1).view(ring.dtype).reshape(-1, ring.shape[1]))
-        for side, part in zip(sides, view(raw).chunk(2), strict=True):
-            convert(part, field, side[begin:end])
-    return sides
+    return gather_stacks
 
 
 class StepStore(Protocol):
-    """The parts of a trajectory buffer's storage that gathers read.
+    """The parts of a trajectory buffer's storage that gathers and new goals need.
 
     tensors, fields: (slots, *shape) of every field, `reward` among them, and what they hold.
-    observations: names of the fields that are stacked.
+    observations: names of the fields that are stacked; `singles`: of the others that were given.
     streams:      the metadata of every step.
     finals:       (finals, *shape) kept final observations of each observation field; empty where none are kept.
     padding:      how stacks are filled before the first frame.
+    gamma:        the discount of a step.
     """
 
     tensors: dict[str, Tensor]
     fields: dict[str, Field]
     observations: tuple[str, ...]
+    singles: tuple[str, ...]
     streams: Streams
     finals: dict[str, Tensor]
     padding: Literal["reset", "zero"]
+    gamma: float
 
 
 def make_gather_windows(
@@ -215,18 +183,24 @@ def make_gather_windows(
     streams, device, span = storage.streams, counters.device, storage.streams.shape.ahead + 1
     sequences = storage.streams.shape.length > 0
     interpreted, shape, stacked = device.type == "cpu", streams.shape, len(storage.observations)
-    apart = {*storage.observations, "reward"}
-    names = [*storage.observations, *(name for name in storage.fields if name not in apart)]
-    fields = tuple(storage.fields[name] for name in names)
-    moved = moved_frames(fields, stacked, batch * span, shape.stack, interpreted)
+    # the observations first
+    fields = {name: storage.fields[name] for name in storage.observations} | storage.fields
+    del fields["reward"]
+    moved = moved_frames(tuple(fields.values()), stacked, batch * span, shape.stack, interpreted)
     layout, together, items, programs, warps = moved
     weights, draws = weight_programs(batch if finish.counted else 0, interpreted)
-    next_names = [f"next_{name}" for name in storage.observations]
-    results = ["reward", "discount", "terminated", "truncated", *(["mask"] if sequences else [])]
+    # dtype, and shape without the batch dimension
+    kinds = {name: (field.output_dtype, field.shape) for name, field in fields.items()}
+    if shape.stack > 1:
+        kinds |= {name: (kinds[name][0], (shape.stack, *kinds[name][1])) for name in storage.observations}
+    after = {f"next_{name}": kinds[name] for name in storage.observations}
+    number, flag = (torch.float32, ()), (torch.bool, ())
+    results = {"reward": number, "discount": number, "terminated": flag, "truncated": flag}
+    results |= {"mask": flag} if sequences else {}
     launch = Launch(
         gather_windows_kernel,
         weights + programs,
-        sources=tuple(storage.tensors[name] for name in names),
+        sources=tuple(storage.tensors[name] for name in fields),
         pools=tuple(storage.finals[name] for name in storage.observations) if shape.finals else (),
         streams=(streams.flags, streams.depth, streams.final),
         rewards=(storage.tensors["reward"], powers),
@@ -254,31 +228,15 @@ def make_gather_windows(
         # a product of the sum of rewards is rounded before it is added, as on the host
         enable_fp_fusion=False,
     )
-    outputs = window_outputs(storage.fields, storage.observations, shape.stack)
-    outputs |= {"mask": (torch.bool, ())} if sequences else {}
-    rows = (batch, span) if sequences else (batch,)
-    new = [(name, allocator((*rows, *sides), dtype, device)) for name, (dtype, sides) in outputs.items()]
+    rows, ordered = (batch, span) if sequences else (batch,), kinds | {"reward": number} | after | results
+    new = [(name, allocator((*rows, *sides), dtype, device)) for name, (dtype, sides) in ordered.items()]
 
     def gather(slots: Tensor, sample: tuple[Tensor, ...] = (), beta: float = 0.0) -> dict[str, Tensor]:
         out = {}
         for name, make in new:
             out[name] = make()
         tensor = out.__getitem__
-        frames, after, windows = tuple(map(tensor, names)), tuple(map(tensor, next_names)), tuple(map(tensor, results))
-        launch(frames, after, windows, slots, sample, beta)
+        launch(tuple(map(tensor, kinds)), tuple(map(tensor, after)), tuple(map(tensor, results)), slots, sample, beta)
         return out
 
     return gather
-
-
-def window_outputs(
-    fields: Mapping[str, Field], observations: Collection[str], stack: int
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype, and shape without the batch dimension, of all that a batch of windows holds except its draw, in order."""
-    frames = (stack,) if stack > 1 else ()
-    stacks = {name: (fields[name].output_dtype, (*frames, *fields[name].shape)) for name in observations}
-    singles = {name: (field.output_dtype, field.shape) for name, field in fields.items() if name not in stacks}
-    singles.pop("reward", None)
-    after = {f"next_{name}": output for name, output in stacks.items()}
-    number, flag = (torch.float32, ()), (torch.bool, ())
-    return {**stacks, **singles, "reward": number, **after, "discount": number, "terminated": flag, "truncated": flag}

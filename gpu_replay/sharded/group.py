@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gpu_replay.base.refusals import refuse_in_forks
 from gpu_replay.checkpoint.state import difference
-from gpu_replay.engines.storage import check_device
+from gpu_replay.engines.memory import check_device
 from gpu_replay.validation import check_float
 
 Result = TypeVar("Result")

@@ -23,9 +23,8 @@ from refusals import REFUSALS
 from transitions import STORED, fill, make
 
 from gpu_replay import CheckpointError, Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
-from gpu_replay.engines import storage
-from gpu_replay.engines.memory import Placement
-from gpu_replay.engines.storage import check_room
+from gpu_replay.engines import memory
+from gpu_replay.engines.memory import Placement, check_room
 
 pytestmark = pytest.mark.contract
 
@@ -98,7 +97,7 @@ def test_memory_that_torch_keeps_of_a_dropped_buffer_is_free(monkeypatch: pytest
 @pytest.mark.parametrize("kind", ["transitions", *STEPS])
 def test_a_buffer_takes_what_its_refusal_says(kind: str, name: str, device: str, monkeypatch: Any) -> None:
     takes = made(kind, sampler=SAMPLERS[name], device=device).nbytes
-    monkeypatch.setattr(storage, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
     with pytest.raises(MemoryError, match="bytes on") as error:
         made(kind, sampler=SAMPLERS[name], device=device)
     said = re.findall(r"([\d,]+) bytes", str(error.value))

@@ -28,7 +28,7 @@ from programs import any_program, run
 
 from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.cli import main
-from gpu_replay.engines import memory, storage
+from gpu_replay.engines import memory
 from gpu_replay.engines.memory import Placement, check_placement, pinned_block
 from gpu_replay.graphs.stream_order import StreamOrder
 
@@ -197,13 +197,13 @@ SIZES = {"obs": 30 * 10**9, "action": 10**9, "times_sampled": 4 * 10**8, "priori
 )
 def test_the_place_that_is_short_is_named(placement: Placement, free: Any, short: str | None, monkeypatch: Any) -> None:
     places = {"cuda": free[0] * 10**9, "cpu": free[1] * 10**9}
-    monkeypatch.setattr(storage, "free_bytes", lambda device: places[device.type])
-    monkeypatch.setattr(storage, "free_on_disk", lambda path: free[2] * 10**9)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: places[device.type])
+    monkeypatch.setattr(memory, "free_on_disk", lambda path: free[2] * 10**9)
     if short is None:
-        storage.check_room(SIZES, placement, {"obs", "action", "alignment"})
+        memory.check_room(SIZES, placement, {"obs", "action", "alignment"})
         return
     with pytest.raises(MemoryError, match=short):
-        storage.check_room(SIZES, placement, {"obs", "action", "alignment"})
+        memory.check_room(SIZES, placement, {"obs", "action", "alignment"})
 
 
 def test_a_state_larger_than_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ from gpu_replay import (
     Uniform,
 )
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
+from gpu_replay.ops.ranks import inclusive_prefix_sum
 from gpu_replay.samplers import BaseSampler, Random, Sampler
 
 TABLE = Path(__file__).with_name("kernel_resources.json")

@@ -157,8 +157,8 @@ def test_a_list_is_sorted_anew_after_each_change_and_in_every_graph(device: str)
     tree, ranks = both.tested._state.tree, both.tested._engine.sampling._ranks
 
     def listed(capturing: bool = False) -> list[int]:
-        made = ranks.current(tree, capturing)
-        return [(3 + age) % 40 for age in made.ages[: int(made.listed)].tolist()]
+        _, ages, count = ranks.current(tree, capturing)
+        return [(3 + age) % 40 for age in ages[: int(count)].tolist()]
 
     def expected() -> list[int]:
         codes = tree.masses.tolist()

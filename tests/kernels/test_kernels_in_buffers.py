@@ -288,7 +288,7 @@ def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(sampler: A
     assert (engine.sampling.masses.stamps == -1).all()
     if isinstance(sampler, RankBased):
         tested.sample(4)
-        ages = engine.sampling._ranks.current(tested._state.tree, False).ages[:4]
+        ages = engine.sampling._ranks.ages[:4]
         assert [(4 + age) % 129 for age in ages.tolist()] == [2, 0, 1, 3]
 
 

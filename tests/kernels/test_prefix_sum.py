@@ -10,8 +10,8 @@ import torch
 from guards import guarded
 from interpreted import INTERPRETED
 
-from gpu_replay.ops import prefix_sum
-from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
+from gpu_replay.ops import ranks
+from gpu_replay.ops.ranks import inclusive_prefix_sum
 
 EXTREMES = (-(2**63), 2**63 - 1)
 
@@ -54,8 +54,8 @@ def test_sums_of_numbers_of_all_sizes_wrap_as_64_bits_do(length: int, device: st
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 31, 32, 33, 63, 64, 65, 129])
 def test_sums_over_many_blocks_and_parts(length: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of eight parts at most, in blocks of four: 129 numbers are scanned as four million would be."""
-    monkeypatch.setattr(prefix_sum, "_PARTS", 8)
-    monkeypatch.setattr(prefix_sum, "_BLOCK", 4)
+    monkeypatch.setattr(ranks, "_PARTS", 8)
+    monkeypatch.setattr(ranks, "_BLOCK", 4)
     check(np.random.default_rng(length).integers(*EXTREMES, length, endpoint=True), device)
 
 

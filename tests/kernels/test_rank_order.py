@@ -148,8 +148,10 @@ def test_a_new_key_is_seen_though_its_slot_keeps_its_code(monkeypatch: pytest.Mo
     monkeypatch.setattr(ranks, "_CHANGED", 1)
     counters = np.zeros(Count.COUNT, dtype=np.int64)
     order = HostRanks(np.ones(9, dtype=np.int64), counters, 0.0)
-    for added in (9, 10, 14):
+    for count, added in ((9, 9), (1, 10), (4, 14)):
         counters[Count.ADDED] = added
+        # as the loops record every slot that gets another key
+        order.changed_slots[: count + 1] = count, *(np.arange(added - count, added) % 9)
         slots = order.draw_ranks(np.zeros(9), stratified=True).slots
         assert slots.tolist() == [(added + number) % 9 for number in range(9)]
     assert work["sorted"] == 1

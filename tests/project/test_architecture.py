@@ -48,7 +48,7 @@ UPWARD = (f"{PACKAGE}.base.buffer", f"{PACKAGE}.console.inspection")
 # (loops/ranks is the host's order; the scan of kernels/prefix_sum says there why it stays)
 HOT = {
     "loops": {"compiling", "constants", "goals", "masses", "random", "ranks", "ring", "steps", "windows"},
-    "kernels": {"constants", "draw", "goals", "masses", "prefix_sum", "random", "ranks", "ring", "steps", "windows"},
+    "kernels": {"constants", "draw", "goals", "masses", "prefix_sum", "random", "ring", "steps", "windows"},
 }
 LEAVES = {"kernels": {"triton", "__future__"}, "loops": {"numba", "numpy", *sys.stdlib_module_names}}
 
