@@ -134,7 +134,6 @@ class SamplerState:
             self.excluded += len(keys)
         commit(None, starmap(Tensor.index_add_, changes), map(Tensor.add_, counts, more))
 
-    @torch.no_grad()
     def write(self, stores: Mapping[str, Tensor], keys: Tensor, values: Mapping[str, Tensor]) -> None:
         """Store rows of some fields under (m,) live keys, the last of a repeated key; other keys are counted.
 
@@ -149,7 +148,7 @@ class SamplerState:
         source = torch.where(live, last, last[live.byte().argmax(0, keepdim=True)])
         slots, some = keys[source] % self.slots, live.any()
         # with no live key at all, what is stored
-        made = [(name, torch.where(some, rows[source], stores[name][slots])) for name, rows in values.items()]
+        made = [(name, torch.where(some, rows.detach()[source], stores[name][slots])) for name, rows in values.items()]
         changes = [(stores[name], 0, slots, rows) for name, rows in made]
         commit(None, starmap(Tensor.index_copy_, changes), map(Tensor.add_, [self.counters[Counter.STALE]], [stale]))
 

@@ -279,9 +279,9 @@ class TestHost:
                 check_every_place(kind, name, adds, call, (3 if each == "extend" else 1) if full else every)
 
     @needs_fork
-    @pytest.mark.parametrize("name", ["sample", "stacks", "sample with goals", "add and save", "load"])
+    @pytest.mark.parametrize("name", ["sample", "stacks", "sample with goals", "write", "add and save", "load"])
     def test_an_interrupt_anywhere_leaves_no_lock_held(self, name: str, full: bool, tmp_path: Path) -> None:
-        every = 1 if full else 11 if name.startswith("s") else 97
+        every = 1 if full else 11 if name.startswith(("s", "w")) else 97
 
         def work() -> int:
             with large_calls(tmp_path) as calls:
@@ -409,6 +409,10 @@ def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
         goals.sample(4)
         goals.add(**given(goals))
 
+    def write() -> None:
+        stored = rows[rows.keys()]
+        rows.write(stored.key, n=stored.n)
+
     def add_and_save() -> None:
         rows.add(**numbered(rows, 5))
         rows.save(path)
@@ -432,6 +436,7 @@ def large_calls(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
                 "sample with goals": with_goals,
                 "add and save": add_and_save,
                 "load": load,
+                "write": write,
             }
     finally:
         torch.set_num_threads(threads)
@@ -441,7 +446,7 @@ def interrupt_everywhere(call: Any, others: Iterable[Any], chosen: Callable[[int
     """Interrupt a call at the chosen ones of its places, but for those in the code of threads; returns their number.
 
     After each the others are made in another thread, which waits for any lock that is still held, and all threads that
-    the call started must end. A process that waits for a minute ends with exit code 1.
+    the call started must end; torch's modes are as they were. A process that waits for a minute ends with exit code 1.
     """
 
     def use() -> None:
@@ -459,6 +464,7 @@ def interrupt_everywhere(call: Any, others: Iterable[Any], chosen: Callable[[int
             faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
             with suppress(KeyboardInterrupt):
                 places_of(call, at, KeyboardInterrupt, **settings)
+            assert torch.is_grad_enabled()
             with ThreadPoolExecutor(1) as other:
                 other.submit(use).result()
             while _thread._count() > running:
