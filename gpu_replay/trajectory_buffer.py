@@ -313,8 +313,7 @@ class TrajectoryReplayBuffer(Buffer):
         for name, field in self._step_fields.items():
             steps = len(next(iter(values.values()))) if values else None
             values[name] = self._input.steps(name, fields[name], field, steps)
-        flags = [values[name] for name in ("terminated", "truncated")]
-        terminated, truncated = flags if self._on_host else [each.cpu().numpy() for each in flags]
+        terminated, truncated = [_on_host(values[name]) for name in ("terminated", "truncated")]
         count, envs = terminated.shape
         if priority is not None:
             checked = validation.as_tensor("priority", priority, self._device)
@@ -452,3 +451,7 @@ class TrajectoryReplayBuffer(Buffer):
         if "sequences" in given:
             known = {each.name: saved[each.name] for each in dataclass_fields(StreamSettings) if each.name in saved}
             StreamSettings(**(known | given)).checked(saved["fields"])
+
+
+def _on_host(flags: Tensor | np.ndarray) -> np.ndarray:
+    return flags if isinstance(flags, np.ndarray) else flags.cpu().numpy()
