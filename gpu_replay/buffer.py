@@ -92,7 +92,7 @@ class ReplayBuffer(Buffer):
         fields named `action.NAME`. Raises TypeError for spaces without a fixed shape, such as Text, Sequence and Graph;
         KeyError for a name in `dtypes` that is no field, or in `extra` that is one already.
         """
-        fields = step_fields(observation_space, action_space, dtypes, extra, transition=True)
+        fields = step_fields(observation_space, action_space, dtypes, extra, whole=True)
         return cls(capacity, fields, **settings)
 
     @classmethod

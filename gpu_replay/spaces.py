@@ -37,21 +37,16 @@ def autoreset_name(mode: Any) -> Any:
 
 
 def step_fields(
-    observation_space: Space[Any],
-    action_space: Space[Any],
-    dtypes: Any = None,
-    extra: Any = None,
-    *,
-    transition: bool = False,
+    observation_space: Space[Any], action_space: Space[Any], dtypes: Any = None, extra: Any = None, whole: bool = False
 ) -> dict[str, Field]:
     """obs and action of one step of one environment; composite spaces give one field per leaf, `obs.NAME`.
 
-    dtypes:     of fields by their names, or of whole groups; the dtype of `obs` applies to `next_obs` too.
-    extra:      further fields by name.
-    transition: whether reward, next_obs and terminated follow.
+    dtypes: of fields by their names, or of whole groups; the dtype of `obs` applies to `next_obs` too.
+    extra:  further fields by name.
+    whole:  whether they are of a whole transition: reward, next_obs and terminated follow.
     """
     fields = {**_fields("obs", observation_space), **_fields("action", action_space)}
-    if transition:
+    if whole:
         fields |= {"reward": REWARD, **_fields("next_obs", observation_space), "terminated": FLAG}
     if dtypes is not None and not isinstance(dtypes, Mapping):
         raise TypeError(f"dtypes must be a dict such as {{'obs': torch.float64}}; found {dtypes!r}.")
