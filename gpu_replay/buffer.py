@@ -19,7 +19,7 @@ from gpu_replay.engines.memory import StoragePath
 from gpu_replay.engines.storage import check_capacity
 from gpu_replay.fields import Field, check_fields, check_names, flattened
 from gpu_replay.samplers import UNIFORM, Sampler
-from gpu_replay.spaces import classic_fields
+from gpu_replay.spaces import step_fields
 
 if TYPE_CHECKING:
     from gymnasium import Space
@@ -92,7 +92,8 @@ class ReplayBuffer(Buffer):
         fields named `action.NAME`. Raises TypeError for spaces without a fixed shape, such as Text, Sequence and Graph;
         KeyError for a name in `dtypes` that is no field, or in `extra` that is one already.
         """
-        return cls(capacity, classic_fields(observation_space, action_space, dtypes, extra), **settings)
+        fields = step_fields(observation_space, action_space, dtypes, extra, whole=True)
+        return cls(capacity, fields, **settings)
 
     @classmethod
     def from_env(cls, *_: object, **__: object) -> NoReturn:

@@ -36,24 +36,34 @@ def autoreset_name(mode: Any) -> Any:
     return _AUTORESET.get(value, str(value)) if isinstance(value, str) else mode
 
 
-def classic_fields(
-    observation_space: Space[Any], action_space: Space[Any], dtypes: Any = None, extra: Any = None
+def step_fields(
+    observation_space: Space[Any], action_space: Space[Any], dtypes: Any = None, extra: Any = None, whole: bool = False
 ) -> dict[str, Field]:
-    """obs, action, reward, next_obs, terminated; composite spaces give one field per leaf, `obs.NAME`.
+    """obs and action of one step of one environment; composite spaces give one field per leaf, `obs.NAME`.
 
     dtypes: of fields by their names, or of whole groups; the dtype of `obs` applies to `next_obs` too.
     extra:  further fields by name.
+    whole:  whether they are of a whole transition: reward, next_obs and terminated follow.
     """
-    first = {**_fields("obs", observation_space), **_fields("action", action_space), "reward": REWARD}
-    return _as_asked({**first, **_fields("next_obs", observation_space), "terminated": FLAG}, dtypes, extra)
-
-
-def step_fields(
-    observation_space: Space[Any], action_space: Space[Any], dtypes: Any = None, extra: Any = None
-) -> dict[str, Field]:
-    """obs and action of one step of one environment, with `dtypes` and `extra` as in `classic_fields`."""
     fields = {**_fields("obs", observation_space), **_fields("action", action_space)}
-    return _as_asked(fields, dtypes, extra)
+    if whole:
+        fields |= {"reward": REWARD, **_fields("next_obs", observation_space), "terminated": FLAG}
+    if dtypes is not None and not isinstance(dtypes, Mapping):
+        raise TypeError(f"dtypes must be a dict such as {{'obs': torch.float64}}; found {dtypes!r}.")
+    asked = flattened(dtypes or {})
+    for name in asked:
+        if not any(each == name or each.startswith(f"{name}.") for each in fields):
+            raise KeyError(f"dtypes has unknown {name!r}; the fields are {', '.join(fields)}.")
+    stored = {}
+    for name, field in fields.items():
+        # the longest name that fits, and for next_obs those of obs after its own
+        names = _groups(name) + _groups(name.removeprefix("next_"))
+        dtype = next((asked[each] for each in names if each in asked), field.dtype)
+        stored[name] = Field(field.shape, dtype)
+    further = {} if extra is None else check_fields(extra)
+    if twice := [name for name in further if name in fields]:
+        raise KeyError(f"extra has {twice[0]!r}, which the spaces give; leave it out, or change its dtype with dtypes.")
+    return {**stored, **further}
 
 
 def vector_settings(env: VectorEnv[Any, Any, Any] | Env[Any, Any], *, single: bool = False) -> dict[str, Any]:
@@ -108,26 +118,6 @@ def warn_of_stacks(fields: Mapping[str, Field]) -> None:
                 f"add `{name}[:, -1]`: then each frame is stored once, and batches have the stacks.",
                 stacklevel=3,
             )
-
-
-def _as_asked(fields: dict[str, Field], dtypes: object, extra: object) -> dict[str, Field]:
-    """The fields with the dtypes that were asked for, by name or for whole groups, and the extra ones."""
-    if dtypes is not None and not isinstance(dtypes, Mapping):
-        raise TypeError(f"dtypes must be a dict such as {{'obs': torch.float64}}; found {dtypes!r}.")
-    asked = flattened(dtypes or {})
-    for name in asked:
-        if not any(each == name or each.startswith(f"{name}.") for each in fields):
-            raise KeyError(f"dtypes has unknown {name!r}; the fields are {', '.join(fields)}.")
-    stored = {}
-    for name, field in fields.items():
-        # the longest name that fits, and for next_obs those of obs after its own
-        names = [*_groups(name), *(_groups(name.removeprefix("next_")) if name.startswith("next_") else ())]
-        dtype = next((asked[each] for each in names if each in asked), field.dtype)
-        stored[name] = Field(field.shape, dtype)
-    further = {} if extra is None else check_fields(extra)
-    if twice := [name for name in further if name in fields]:
-        raise KeyError(f"extra has {twice[0]!r}, which the spaces give; leave it out, or change its dtype with dtypes.")
-    return {**stored, **further}
 
 
 def _groups(name: str) -> list[str]:

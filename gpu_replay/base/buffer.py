@@ -121,13 +121,13 @@ class Buffer(StatefulBuffer):
         chosen = validation.check_bool("eligible", eligible)
         with self._alone():
             keys = torch.arange(*self._sampling.span(), device=self._device)
-            return keys[self._can_be_sampled(keys)] if chosen else keys
+            return keys[self._is_stored(keys, eligible=chosen)]
 
-    def _can_be_sampled(self, keys: Tensor) -> Tensor:
-        """(m,) bool: which of these keys are live and eligible; on CUDA this waits for the device."""
+    def _is_stored(self, keys: Tensor, eligible: bool) -> Tensor:
+        """(m,) bool: which of these keys are live, and eligible if asked; on CUDA this waits for the device."""
         (first, added), tree = self._sampling.span(), self._state.eligible_tree or self._state.tree
         live = (keys >= first) & (keys < added)
-        return live if tree is None else live & (tree.masses[keys % self._state.slots] > 0)
+        return live & (tree.masses[keys % self._state.slots] > 0) if eligible and tree is not None else live
 
     def __contains__(self, key: object) -> bool:
         """Whether a key, an int, is live: `key in buffer`."""
@@ -153,23 +153,28 @@ class Buffer(StatefulBuffer):
         """
         rows = validation.check_int("size", size, 1)
         with self._alone():
-            first, added = self._sampling.span()
-        return self._walk(first, added, rows)
+            keys = torch.arange(*self._sampling.span(), device=self._device)
+        return self._walk(keys, rows, eligible=False)
 
-    def _walk(self, start: int, end: int, rows: int) -> Iterator[Batch]:
-        while batch := self._rows_from(start, end, rows):
-            yield batch
-            start = int(batch.key[-1]) + 1
+    def _walk(self, keys: Tensor, rows: int, *, eligible: bool) -> Iterator[Batch]:
+        while len(keys):
+            batch, keys = self._first_rows(keys, rows, eligible)
+            if batch:
+                yield batch
 
     @untraced
-    def _rows_from(self, start: int, end: int, rows: int) -> Batch | None:
-        """At most so many rows that are stored from this key on, and before the end; None where there are none."""
+    def _first_rows(self, keys: Tensor, rows: int, eligible: bool) -> tuple[Batch | None, Tensor]:
+        """The first so many rows of these keys that are still stored, or can be sampled, None where there are none; the
+        keys left.
+        """
         with self._alone():
-            start = max(start, self._sampling.span()[0])
-            if start >= end:
-                return None
-            keys = torch.arange(start, min(start + rows, end), device=self._device)
-            return Batch({**self._engine.stored(keys % self._state.slots), "key": keys})
+            chosen = keys[:0]
+            while len(keys) and len(chosen) < rows:
+                fits = torch.nonzero(self._is_stored(keys[:rows], eligible))[: rows - len(chosen), 0]
+                chosen = torch.cat((chosen, keys[fits]))
+                keys = keys[rows if len(chosen) < rows else int(fits[-1]) + 1 :]
+            slots, read = chosen % self._state.slots, self._engine.read if eligible else self._engine.stored
+            return (Batch({**read(slots), "key": chosen}) if len(chosen) else None), keys
 
     def epoch(self, batch_size: int, *, shuffle: bool = True) -> Iterator[Batch]:
         """Iterate over every row that can be sampled now, each once, `batch_size` rows at a time; the last batch may be
@@ -198,25 +203,7 @@ class Buffer(StatefulBuffer):
                 order = np.argsort(random.words(len(keys)), kind="stable")
                 keys = keys[torch.from_numpy(order).to(self._device)]
                 self._counters[Counter.RANDOM] = random.block
-        return self._pass_over(keys, rows)
-
-    def _pass_over(self, keys: Tensor, rows: int) -> Iterator[Batch]:
-        while len(keys):
-            batch, keys = self._first_rows(keys, rows)
-            if batch:
-                yield batch
-
-    @untraced
-    def _first_rows(self, keys: Tensor, rows: int) -> tuple[Batch | None, Tensor]:
-        """The first so many rows of these keys that can still be sampled, None where there are none; the keys left."""
-        with self._alone():
-            chosen = keys[:0]
-            while len(keys) and len(chosen) < rows:
-                fits = torch.nonzero(self._can_be_sampled(keys[:rows]))[: rows - len(chosen), 0]
-                chosen = torch.cat((chosen, keys[fits]))
-                keys = keys[rows if len(chosen) < rows else int(fits[-1]) + 1 :]
-            slots = chosen % self._state.slots
-            return (Batch({**self._engine.read(slots), "key": chosen}) if len(chosen) else None), keys
+        return self._walk(keys, rows, eligible=True)
 
     def priorities(self, keys: Any) -> Tensor:
         """Return the priorities of these live keys, (m,) float64 on the buffer's device.
@@ -422,7 +409,7 @@ class Buffer(StatefulBuffer):
         from gpu_replay.console import inspection
 
         with self._alone():
-            inspection.render(inspection.of_buffer(self._buffer_state()), path)
+            inspection.render(inspection.of_buffer(self._snapshot()), path)
 
     # captured steps
 

@@ -101,13 +101,8 @@ class ReplayMixture:
             # a buffer that has too little is found before another one has sampled
             with buffer._lock:
                 buffer._check_enough(rows)
-        batch = Batch.cat([buffer.sample(rows, beta=beta) for _, buffer, rows in drawn])
-        source = torch.empty(batch_size, dtype=torch.int64, device=batch.key.device)
-        begin = 0
-        for place, _, rows in drawn:
-            source[begin : begin + rows] = place
-            begin += rows
-        return Batch({**batch.to_dict(), _SOURCE: source})
+        parts = [(place, buffer.sample(rows, beta=beta).to_dict()) for place, buffer, rows in drawn]
+        return Batch.cat(Batch({**part, _SOURCE: torch.full_like(part["key"], place)}) for place, part in parts)
 
     # raises, and says what to write
     sample_sequences = Buffer.sample_sequences

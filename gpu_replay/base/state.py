@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -15,8 +15,16 @@ import torch
 from torch import Tensor
 
 from gpu_replay.base.refusals import HALF_LOADED, Refusing, class_only, refuse_for_spawned, refuse_in_forks
-from gpu_replay.checkpoint import state as checkpoint_state
-from gpu_replay.checkpoint.state import NO_SETTINGS, BufferCheckpoint, check_described, config_of, describe_sampler
+from gpu_replay.checkpoint.format import write_checkpoint
+from gpu_replay.checkpoint.state import (
+    NO_SETTINGS,
+    VERSION,
+    BufferCheckpoint,
+    check_described,
+    checked_snapshot,
+    config_of,
+    describe_sampler,
+)
 from gpu_replay.engines.device import DeviceSampler
 from gpu_replay.engines.host import HostSampler
 from gpu_replay.engines.memory import (
@@ -43,7 +51,7 @@ from gpu_replay.graphs import never_traced
 from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops._backend import choose
 from gpu_replay.ops.advice import warn_of_python
-from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.counters import LASTING, Counter, counter_values
 from gpu_replay.ops.ring import StreamShape
 from gpu_replay.samplers import Sampler, check_own, check_sampler
 from gpu_replay.validation import check_int
@@ -237,15 +245,22 @@ class StatefulBuffer:
         self._state.rebuild(min(added, self._capacity))
         self._made_engine.sampling.rebuild(seed)
 
-    def _buffer_state(self) -> checkpoint_state.BufferState:
-        return checkpoint_state.BufferState(
-            config_of(type(self).__name__, self._arguments()),
-            self._seed,
-            self._counters,
-            self._state_tensors,
-            partial(check_state, StateLayout(self._capacity, self._sampler, self._shape)),
-            self._rebuild,
-        )
+    def _take_over(self, counters: dict[str, int], seed: int) -> None:
+        """Take over these counters, and what was written into `_state_tensors`; draw from this seed."""
+        self._counters.copy_(torch.tensor(counter_values(counters, seed), dtype=torch.int64, device="cpu"))
+        self._rebuild(seed)
+
+    def _config(self) -> dict[str, Any]:
+        """The class and `_arguments` as JSON values."""
+        return config_of(type(self).__name__, self._arguments())
+
+    def _snapshot(self) -> dict[str, Any]:
+        """The state as `state_dict` returns it, with views instead of copies."""
+        counts = self._counters.tolist()
+        counters = {name: counts[place] for name, place in LASTING.items()}
+        tensors = self._state_tensors(counters["ADDED"])
+        said = {"version": VERSION, "settings": self._config(), "seed": self._seed, "counters": counters}
+        return {**said, "tensors": tensors}
 
     def state_dict(self) -> dict[str, Any]:
         """Copy the whole state in memory: transitions, priorities, counters, random state. `save` makes no copy.
@@ -253,19 +268,16 @@ class StatefulBuffer:
         Raises MemoryError for a buffer with `storage_path` whose fields are larger than the memory that is free.
         """
         with self._alone():
-            if self._placement.path is not None:
-                self._check_copy()
-            return checkpoint_state.take_snapshot(self._buffer_state())
-
-    def _check_copy(self) -> None:
-        """Raise MemoryError where a copy of what is stored is known not to fit into memory."""
-        views, free = self._state_tensors(self._sampling.span()[1]), free_bytes(torch.device("cpu"))
-        needed = sum(tensor.nbytes for tensor in views.values())
-        if free is not None and needed > free:
-            raise MemoryError(
-                f"a copy of what the buffer holds needs {needed:,} bytes of memory, where {free:,} are free. Use "
-                "save(path) and load(path), which read and write in pieces, or copy.deepcopy(buffer)."
-            )
+            state = self._snapshot()
+            views = state["tensors"]
+            needed = sum(tensor.nbytes for tensor in views.values())
+            free = None if self._placement.path is None else free_bytes(torch.device("cpu"))
+            if free is not None and needed > free:
+                raise MemoryError(
+                    f"a copy of what the buffer holds needs {needed:,} bytes of memory, where {free:,} are free. Use "
+                    "save(path) and load(path), which read and write in pieces, or copy.deepcopy(buffer)."
+                )
+            return {**state, "tensors": {name: view.clone() for name, view in views.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state of `state_dict`: the next `sample` returns what that buffer would have returned next.
@@ -275,10 +287,14 @@ class StatefulBuffer:
         """
         with self._lock, self._stream_order:
             self._is_half_loaded()
-            take_over = checkpoint_state.checked_snapshot(self._buffer_state(), state)
+            counters, seed, tensors = checked_snapshot(state, self._config(), self._state_tensors)
+            check_state(StateLayout(self._capacity, self._sampler, self._shape), counters, tensors)
             try:
                 self._refuse_calls(HALF_LOADED, "rebuild")
-                take_over()
+                for name, view in self._state_tensors(counters["ADDED"]).items():
+                    # else the ring would take part in the graph of a tensor that requires gradients
+                    view.copy_(tensors[name].detach())
+                self._take_over(counters, seed)
                 self._accept_calls()
             except BaseException:
                 self._forget_all(half_loaded=True)
@@ -290,7 +306,9 @@ class StatefulBuffer:
         Over an earlier checkpoint it writes only those files, of at most 64 MiB each, whose rows have changed.
         """
         with self._alone():
-            checkpoint_state.save(self._buffer_state(), path)
+            state = self._snapshot()
+            tensors = state.pop("tensors")
+            write_checkpoint(path, state, tensors)
 
     @class_only
     def load(
@@ -330,7 +348,7 @@ class StatefulBuffer:
         with saved.refusing(NO_SETTINGS):
             buffer = cls(**(arguments | others | places | given))
         with buffer._alone():
-            saved.restore(buffer._restoring(arguments))
+            buffer._restore(saved, arguments)
         return buffer
 
     @classmethod
@@ -342,38 +360,35 @@ class StatefulBuffer:
                 "capacity make a new buffer and fill it from old.batches(size): see the guide, Checkpoints."
             )
 
-    def _restoring(self, saved: Mapping[str, Any]) -> checkpoint_state.BufferState:
-        """What the state of a buffer with these arguments is restored through; its rows and sampler may be others."""
-        state, shape, rows = self._buffer_state(), self._shape, saved.get("sequences")
+    def _restore(self, saved: BufferCheckpoint, arguments: Mapping[str, Any]) -> None:
+        """Stream in all of the checkpoint of a buffer with these arguments, whose rows and sampler may be others."""
+        counters, shape, rows = saved.counters, self._shape, arguments.get("sequences")
         if shape is not None:
             shape = replace(shape, **({"length": 0, "strict": False, "stride": 1} if rows is None else vars(rows)))
         after = StateLayout(self._capacity, self._sampler, self._shape)
-        before = StateLayout(self._capacity, saved["sampler"], shape)
+        before = StateLayout(self._capacity, arguments["sampler"], shape)
         bases = before.sampler.base, after.sampler.base
-        if shape == self._shape and before.rule == after.rule and bases[0].prioritized == bases[1].prioritized:
-            return state
-        specific: dict[str, Tensor] = {}
-
-        def views(added: int) -> dict[str, Tensor]:
-            specific.update(before.specific(min(added, self._capacity)))
-            return {name: each for name, each in state.views(added).items() if name not in SPECIFIC} | specific
-
-        def rebuild(seed: int) -> None:
-            counters = state.lasting()
-            largest = turned(before, after, torch.tensor([counters["TOP"]], device="cpu"))
-            self._counters[Counter.MAX_MASS] = int(largest)
-            tensors = state.views(counters["ADDED"])
+        alike = shape == self._shape and before.rule == after.rule and bases[0].prioritized == bases[1].prioritized
+        views = filled = self._state_tensors(counters["ADDED"])
+        if not alike:
+            specific = before.specific(min(counters["ADDED"], self._capacity))
+            filled = {name: view for name, view in views.items() if name not in SPECIFIC} | specific
+        saved.checkpoint.fill(filled)
+        with saved.refusing("what it holds is no state of a buffer"):
+            check_state(before, counters, filled)
+        if not alike:
+            top = int(turned(before, after, torch.tensor([counters["TOP"]], device="cpu")))
+            counters = {**counters, "TOP": top}
+            # from which the initial mass follows
+            self._counters[Counter.MAX_MASS] = top
             with torch.device("cpu"):
-                change_kind(before, after, counters, specific, tensors, self._state.initial_mass)
-            state.rebuild(seed)
-
-        return replace(state, views=views, check=partial(check_state, before), rebuild=rebuild)
+                change_kind(before, after, counters, filled, views, self._state.initial_mass)
+        self._take_over(counters, saved.seed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """An independent buffer with the same state: both return the same next sample."""
         with self._alone():
-            views = checkpoint_state.take_snapshot(self._buffer_state(), copied=False)
-            return remade(type(self), self._all_arguments(), views)
+            return remade(type(self), self._all_arguments(), self._snapshot())
 
     def __reduce__(self) -> tuple[Any, ...]:
         refuse_for_spawned()

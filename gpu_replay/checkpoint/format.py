@@ -117,12 +117,11 @@ def read_manifest(folder: Path) -> Checkpoint:
 
 def check_version(what: str, version: object, supported: int) -> None:
     """Raise CheckpointError unless the version is the known one; `what` begins the message."""
-    if type(version) is int and version == supported:
-        return
-    advice = "Load it with the gpu_replay that wrote it."
-    if type(version) is int and version > supported:
-        advice = "A newer gpu_replay wrote it: update this one."
-    raise CheckpointError(f"{what} {version!r}; this gpu_replay reads version {supported}. {advice}")
+    number = version if type(version) is int else -1
+    if number != supported:
+        newer = "A newer gpu_replay wrote it: update this one."
+        advice = newer if number > supported else "Load it with the gpu_replay that wrote it."
+        raise CheckpointError(f"{what} {version!r}; this gpu_replay reads version {supported}. {advice}")
 
 
 def is_ours(folder: Path) -> bool:
@@ -340,9 +339,12 @@ def check_fit(source: str, tensors: Mapping[str, Tensor], shape_of: Callable[[st
 
 def write_shards(folder: Path, contents: list[tuple[Part, ...]], tensors: Mapping[str, Tensor]) -> list[Shard]:
     """The shards with these contents: those that the manifest in force does not name are written, and all synced."""
-    token, in_force = secrets.token_hex(4), _intact_shards(folder)
-    hashes: dict[tuple[Part, ...], str] = {}
+    token, hashes = secrets.token_hex(4), dict[tuple[Part, ...], str]()
     shards: dict[tuple[Part, ...], Shard] = {}
+    # by the rows that they hold, the shards whose files nobody has touched since they were written
+    in_force: dict[tuple[tuple[str, int, int], ...], Shard] = {}
+    with suppress(CheckpointError):
+        in_force = {_rows_of(shard.parts): shard for shard in read_manifest(folder).shards if shard.is_intact(folder)}
 
     def compare(parts: tuple[Part, ...]) -> Shard | None:
         found, hashes[parts] = in_force[_rows_of(parts)], sha256_of(parts, tensors)
@@ -369,13 +371,6 @@ def write_shards(folder: Path, contents: list[tuple[Part, ...]], tensors: Mappin
 
 def _rows_of(parts: tuple[Part, ...]) -> tuple[tuple[str, int, int], ...]:
     return tuple((part.name, part.start, part.stop) for part in parts)
-
-
-def _intact_shards(folder: Path) -> dict[tuple[tuple[str, int, int], ...], Shard]:
-    """By the rows that they hold, the shards in force whose files nobody has touched since they were written."""
-    with suppress(CheckpointError):
-        return {_rows_of(shard.parts): shard for shard in read_manifest(folder).shards if shard.is_intact(folder)}
-    return {}
 
 
 def _remove_shards(folder: Path, keep: set[str]) -> None:

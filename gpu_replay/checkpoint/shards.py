@@ -63,12 +63,13 @@ class Part:
     stop: int
 
     @property
-    def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
+    def sides(self) -> tuple[int, ...]:
+        """The shape of these rows."""
+        return (self.stop - self.start, *self.shape[1:]) if self.shape else ()
 
     @property
     def nbytes(self) -> int:
-        return (self.stop - self.start) * self.row_bytes
+        return math.prod(self.sides) * self.dtype.itemsize
 
     def of(self, tensor: Tensor) -> Tensor:
         """This part of the whole tensor: a view."""
@@ -76,9 +77,7 @@ class Part:
 
     def empty(self) -> Tensor:
         """Host memory for these rows."""
-        return torch.empty(
-            (self.stop - self.start, *self.shape[1:]) if self.shape else (), dtype=self.dtype, device="cpu"
-        )
+        return torch.empty(self.sides, dtype=self.dtype, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,8 @@ def split_into_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[t
         else:
             # room for the header of the longest tensor, so that one that grows is cut at the same rows
             longest = Part(name, tensor.dtype, (2**40, *shape[1:]), 0, 2**40)
-            most = max(1, (shard_bytes - len(header_of((longest,)))) // max(1, whole.row_bytes))
+            row_bytes = whole.nbytes // max(1, whole.stop)
+            most = max(1, (shard_bytes - len(header_of((longest,)))) // max(1, row_bytes))
             for start in range(0, max(1, whole.stop), most):
                 shards.append((Part(name, tensor.dtype, shape, start, min(whole.stop, start + most)),))
     return [*shards, shared] if shared else shards
@@ -147,9 +147,8 @@ def header_of(parts: tuple[Part, ...]) -> bytes:
     entries = {}
     offset = 0
     for part in parts:
-        shape = [part.stop - part.start, *part.shape[1:]] if part.shape else []
         end = offset + part.nbytes
-        entries[part.name] = {"dtype": DTYPE_NAMES[part.dtype], "shape": shape, "data_offsets": [offset, end]}
+        entries[part.name] = {"dtype": DTYPE_NAMES[part.dtype], "shape": part.sides, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

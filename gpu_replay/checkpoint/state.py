@@ -10,7 +10,7 @@ import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
 from os import PathLike
 from typing import Any
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from gpu_replay.checkpoint import CheckpointError
-from gpu_replay.checkpoint.format import Kind, check_fit, check_version, read_checkpoint, write_checkpoint
+from gpu_replay.checkpoint.format import Kind, check_fit, check_version, read_checkpoint
 from gpu_replay.fields import Field
-from gpu_replay.ops.counters import ADDED_LATER, LASTING, counter_values
+from gpu_replay.ops.counters import ADDED_LATER, LASTING
 from gpu_replay.samplers import LinearSchedule, RankBased, Sampler, Sequences
 from gpu_replay.validation import check_int
 
@@ -155,7 +155,7 @@ def without_shifts(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name != "random_shift"}
 
 
-def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
+def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
     """The first setting in which two descriptions differ as a sentence; None when they agree."""
     # of another kind everything else differs too
     for name in ("kind", *sorted({*here, *there})):
@@ -181,49 +181,14 @@ def config_of(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 VERSION = 1
 
 
-@dataclass(frozen=True)
-class BufferState:
-    """The parts of a buffer that are saved and restored.
+def checked_snapshot(
+    snapshot: Mapping[str, Any], config: Mapping[str, Any], views_of: Callable[[int], Mapping[str, Tensor]]
+) -> tuple[dict[str, int], int, dict[str, Tensor]]:
+    """The counters, the seed and the tensors of a snapshot that fits a buffer, or the error that says what does not.
 
     config:   class, capacity, fields, sampler and more as JSON values: what two buffers must share to share a state.
-    counters: the buffer's own tensor.
-    views:    by name all memory that is in use after so many transitions were added.
-    check:    raises ValueError for counters and tensors, of the right shapes, that contradict each other.
-    rebuild:  takes over what was written into views and counters; draws then follow from this seed.
+    views_of: the buffer's memory that is in use after so many transitions, by name.
     """
-
-    config: dict[str, Any]
-    seed: int
-    counters: Tensor
-    views: Callable[[int], dict[str, Tensor]]
-    check: Callable[[dict[str, int], Mapping[str, Tensor]], None]
-    rebuild: Callable[[int], None]
-
-    def lasting(self) -> dict[str, int]:
-        """The counters that outlive a call, by name."""
-        counts = self.counters.tolist()
-        return {name: counts[place] for name, place in LASTING.items()}
-
-    def take_over(self, counters: dict[str, int], seed: int) -> None:
-        """Take over the counters, after all tensors."""
-        self.counters.copy_(torch.tensor(counter_values(counters, seed), dtype=torch.int64, device="cpu"))
-        self.rebuild(seed)
-
-
-def take_snapshot(buffer: BufferState, *, copied: bool = True) -> dict[str, Any]:
-    """Copies of the whole state on its device, or views where these suffice."""
-    manifest = _manifest(buffer)
-    tensors = buffer.views(manifest["counters"]["ADDED"])
-    return {**manifest, "tensors": {name: each.clone() if copied else each for name, each in tensors.items()}}
-
-
-def _manifest(buffer: BufferState) -> dict[str, Any]:
-    """All but the tensors."""
-    return {"version": VERSION, "settings": buffer.config, "seed": buffer.seed, "counters": buffer.lasting()}
-
-
-def checked_snapshot(buffer: BufferState, snapshot: Mapping[str, Any]) -> Callable[[], None]:
-    """Check a snapshot as a whole; returns the function that makes it the state of the buffer."""
     needed = "load_state_dict needs what state_dict() returned"
     if not isinstance(snapshot, Mapping):
         raise TypeError(f"{needed}; found {type(snapshot).__name__}.")
@@ -248,32 +213,18 @@ def checked_snapshot(buffer: BufferState, snapshot: Mapping[str, Any]) -> Callab
     try:
         check_version("the state has version", snapshot["version"], VERSION)
         settings = without_shifts(snapshot["settings"])
-        if settings["sampler"] != buffer.config["sampler"]:
+        if settings["sampler"] != config["sampler"]:
             # an earlier version may have described the same one in another way
             settings["sampler"] = describe_sampler(sampler_from(settings["sampler"]))
-        unlike = difference(buffer.config, settings)
+        unlike = difference(config, settings)
         if unlike is not None:
             raise ValueError(f"the state is of another buffer: {unlike}. Make a buffer with the same settings.")
         counters, seed = checked_counters(snapshot["counters"]), check_int("the state's seed", snapshot["seed"])
-        views = buffer.views(counters["ADDED"])
+        views = views_of(counters["ADDED"])
         check_fit("the state", views, shape_of)
     except CheckpointError as error:
         raise ValueError(str(error)) from None
-    buffer.check(counters, {name: tensors[name] for name in views})
-
-    def take_over() -> None:
-        for name, view in views.items():
-            # else the ring would take part in the graph of a tensor that requires gradients
-            view.copy_(tensors[name].detach())
-        buffer.take_over(counters, seed)
-
-    return take_over
-
-
-def save(buffer: BufferState, path: str | PathLike[str]) -> None:
-    """Write a checkpoint from the buffer's own memory, without a second copy of it."""
-    manifest = _manifest(buffer)
-    write_checkpoint(path, manifest, buffer.views(manifest["counters"]["ADDED"]))
+    return counters, seed, {name: tensors[name] for name in views}
 
 
 def checked_counters(counters: Any) -> dict[str, int]:
@@ -334,11 +285,3 @@ class BufferCheckpoint:
             if arguments.get("sequences") is not None:
                 arguments["sequences"] = Sequences(**arguments["sequences"])
             return {**arguments, "fields": fields, "sampler": sampler_from(arguments["sampler"])}
-
-    def restore(self, buffer: BufferState) -> None:
-        """Stream all of it into a buffer."""
-        views = buffer.views(self.counters["ADDED"])
-        self.checkpoint.fill(views)
-        with self.refusing("what it holds is no state of a buffer"):
-            buffer.check(self.counters, views)
-        buffer.take_over(self.counters, self.seed)

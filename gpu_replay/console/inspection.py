@@ -20,7 +20,7 @@ from torch import Tensor
 from gpu_replay.checkpoint import CheckpointError
 from gpu_replay.checkpoint.format import Checkpoint
 from gpu_replay.checkpoint.shards import Part
-from gpu_replay.checkpoint.state import BufferCheckpoint, BufferState, field_from, sampler_from
+from gpu_replay.checkpoint.state import BufferCheckpoint, field_from, sampler_from
 from gpu_replay.fields import Field
 from gpu_replay.ops.ranks import cumulative_masses
 from gpu_replay.stats import chance_distribution
@@ -103,16 +103,15 @@ def _bytes(count: float) -> str:
     return f"{count:,.2f} GB"
 
 
-def of_buffer(state: BufferState) -> BufferReport:
-    """The contents of a buffer in memory, whose lock is held."""
-    counters = state.lasting()
-    views = state.views(counters["ADDED"])
+def of_buffer(state: Mapping[str, Any]) -> BufferReport:
+    """The contents of a buffer in memory, given what its `state_dict` returns."""
+    views = state["tensors"]
 
     def rows(name: str, slots: np.ndarray) -> Tensor:
         stored = views[name]
         return stored[torch.from_numpy(slots).to(stored.device)].cpu()
 
-    return _report(state.config, counters, views, rows)
+    return _report(state["settings"], state["counters"], views, rows)
 
 
 def of_checkpoint(path: str | os.PathLike[str]) -> BufferReport:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from os import PathLike
 from typing import Any, NoReturn
@@ -39,7 +40,7 @@ from gpu_replay.batch import Batch
 from gpu_replay.buffer import ReplayBuffer
 from gpu_replay.checkpoint import CheckpointError
 from gpu_replay.checkpoint.format import read_manifest
-from gpu_replay.checkpoint.state import BufferCheckpoint, config_of
+from gpu_replay.checkpoint.state import BufferCheckpoint
 from gpu_replay.engines.host import HostSampler
 from gpu_replay.ops.counters import Counter
 from gpu_replay.samplers import LinearSchedule
@@ -62,12 +63,11 @@ def combined(ranks: Sequence[dict[str, Any]]) -> Stats:
     counts = {name: sum(each[name] for each in ranks) for name in _COUNTS}
     drawable = [each for each in ranks if each["eligible"]]
     found = {**dict.fromkeys(_NAMES, 0), **dict.fromkeys(("min_priority", "mean_priority", "max_priority"), math.nan)}
-    if counts["size"]:
-        sizes = np.array([each["size"] for each in ranks]) / counts["size"]
-        for name in ("mean_age", "mean_times_sampled"):
-            found[name] = float((sizes * [each[name] for each in ranks]).sum())
-        for name in ("max_age", "max_times_sampled"):
-            found[name] = max(each[name] for each in ranks)
+    sizes = np.array([each["size"] for each in ranks]) / max(counts["size"], 1)
+    for name in ("mean_age", "mean_times_sampled"):
+        found[name] = float((sizes * [each[name] for each in ranks]).sum())
+    for name in ("max_age", "max_times_sampled"):
+        found[name] = max(each[name] for each in ranks)
     if drawable:
         of = {name: np.array([each[name] for each in drawable], dtype=np.float64) for name in [*_NAMES, "total"]}
         shares, rows = of["total"] / of["total"].sum(), of["eligible"] / of["eligible"].sum()
@@ -165,8 +165,7 @@ class ShardedReplay:
         def checked() -> Contribution:
             if not isinstance(buffer, Buffer):
                 raise TypeError(f"ShardedReplay needs a ReplayBuffer or TrajectoryReplayBuffer; found {buffer!r}.")
-            settings = config_of(type(buffer).__name__, buffer._arguments())
-            alike = {name: value for name, value in settings.items() if name not in _OWN_SETTINGS}
+            alike = {name: value for name, value in buffer._config().items() if name not in _OWN_SETTINGS}
             numbers = torch.zeros(NUMBERS, dtype=torch.int64, device=buffer.device)
             numbers[1] = buffer._counters[Counter.SEED]
             return alike | {"device": buffer.device.type, "backend": buffer._backend}, numbers
@@ -239,10 +238,7 @@ class ShardedReplay:
         def drawn() -> Contribution:
             nonlocal batch, chance, last_steps
             alike, numbers = asked()
-            if isinstance(sampling, HostSampler):
-                with sampling.postponing() as last_steps:
-                    batch = buffer.sample(batch_size, beta=beta)
-            else:
+            with sampling.postponing() if isinstance(sampling, HostSampler) else nullcontext(last_steps) as last_steps:
                 batch = buffer.sample(batch_size, beta=beta)
             chance = batch_size - buffer.sampler.newest_of(batch_size)
             log_scale = log_scale_of(buffer, batch, chance, numbers[0].view(torch.float64))
@@ -349,8 +345,7 @@ class ShardedReplay:
                 buffer = KINDS[kind].load(part, device, **settings)
                 if given is not None:
                     with buffer._alone():
-                        state = buffer._buffer_state()
-                        state.take_over(state.lasting(), given)
+                        buffer._take_over(buffer._snapshot()["counters"], given)
                 return buffer
 
             return {"checkpoint": parts}, None

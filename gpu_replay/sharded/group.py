@@ -14,6 +14,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import blake2b
@@ -277,35 +278,26 @@ class Group:
         while a slow one is waited for. If the work raises on one rank, all ranks raise. Nothing is sent after the round
         in which the last rank said that its work is done.
         """
-        results: list[Result] = []
-        errors: list[BaseException] = []
 
-        def run() -> None:
-            try:
-                if self.device.type == "cuda":
-                    # holds for one thread
-                    torch.cuda.set_device(self.device)
-                results.append(work())
-            except BaseException as error:
-                errors.append(error)
+        def run() -> Result:
+            if self.device.type == "cuda":
+                # holds for one thread
+                torch.cuda.set_device(self.device)
+            return work()
 
         pause, said = min(_LONGEST_ROUND, self.timeout / _ROUND_SHARE), [_BUSY]
-        thread = threading.Thread(target=run)
-        try:
-            thread.start()
+        with ThreadPoolExecutor(1) as pool:
+            calls = [pool.submit(run)]
             while _BUSY in said:
-                thread.join(pause)
-                own = _BUSY if thread.is_alive() else _FAILED if errors else _DONE
+                wait(calls, pause)
+                own = _BUSY if not calls[0].done() else _FAILED if calls[0].exception() else _DONE
                 said = self.all_gather(torch.tensor([own], device=self._place)).view(-1).tolist()
-        finally:
-            if thread.is_alive():
-                thread.join()
 
         def ended() -> Contribution:
-            if errors:
-                raise errors.pop()
+            # taken out, since an error and its frames would keep each other
+            calls.pop().result()
             return {}, None
 
         if _FAILED in said:
             self.agree(name, ended)
-        return results[0]
+        return calls[0].result()

@@ -39,7 +39,7 @@ def test_the_numbers_are_those_of_the_buffer(sampler: Any, tmp_path: Path) -> No
     buffer = filled(sampler)
     buffer.save(tmp_path / "saved")
     stats, base = buffer.stats(), sampler.base if isinstance(sampler, Combined) else sampler
-    for found in (of_buffer(buffer._buffer_state()), of_checkpoint(tmp_path / "saved")):
+    for found in (of_buffer(buffer.state_dict()), of_checkpoint(tmp_path / "saved")):
         assert found.keys.tolist() == buffer.keys().flip(0).tolist()
         assert int((found.probability > 0).sum()) == stats.eligible
         text, spread = "\n".join(found.lines()), chance_distribution(found.probability)
@@ -59,7 +59,7 @@ def test_the_numbers_are_those_of_the_buffer(sampler: Any, tmp_path: Path) -> No
 
 
 def test_priorities_that_all_count_alike_are_not_shown() -> None:
-    assert of_buffer(filled(Proportional(alpha=0.0))._buffer_state()).priority is None
+    assert of_buffer(filled(Proportional(alpha=0.0)).state_dict()).priority is None
 
 
 def test_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
