@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_replay.ops.counters import NO_MASS
 from gpu_replay.ops.masses import UNIT, MassRule
 from gpu_replay.ops.ranks import cumulative_masses
 
@@ -118,10 +119,12 @@ def rank_distribution(codes: Tensor, rule: MassRule, alpha: float) -> Distributi
     count, mean = int((codes > 0).sum()), 0.0
     if not count:
         return uniform_distribution(0)
+    least = NO_MASS
     for chunk in codes.split(_CHUNK):
         # divide before summing, since the sum may overflow
         mean += float((rule.priorities(chunk[chunk > 0].cpu().numpy()) / count).sum())
-    low, high = map(float, rule.priorities(np.array([int(codes[codes > 0].min()), int(codes.max())])))
+        least = min(least, int(torch.where(chunk > 0, chunk, NO_MASS).min()))
+    low, high = map(float, rule.priorities(np.array([least, int(codes.max())])))
     masses = np.diff(cumulative_masses(codes.numel(), alpha)[:count], prepend=0)
     # masses of ranks, not of priorities
     spread = mass_distribution(torch.from_numpy(masses), MassRule.for_slots(count, 0.0, 0.0, None))
