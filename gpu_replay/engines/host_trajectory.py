@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain, repeat, starmap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from gpu_replay.ops.hindsight import GoalRows, Strategy, goal_sums
 from gpu_replay.ops.ring import as_sampled, commit, contiguous, parts_of, put
 from gpu_replay.ops.steps import Flag, GivenFinals, endings, powers_of, warn_of_flaw
 from gpu_replay.ops.windows import make_gather_stacks
-
-if TYPE_CHECKING:
-    pass
 
 # where the final observations of the only step are
 _FIRST = np.zeros(1, dtype=np.int64)

@@ -23,7 +23,7 @@ from gpu_replay.loops.compiling import inner, loop
 from gpu_replay.loops.masses import spread
 
 # how many slots have a rank; how many blocks are in order, the first of all; the next key when the order was brought up
-# to date, or -1 where it must be made anew; how many of the newest slots were left out then
+# to date, or -1 where it must be made anew
 RANKED, BLOCKS, ADDED, COUNT = range(4)
 # rows for which each step is taken together, so that the processor waits for the memory of several at once
 _TOGETHER = 64
