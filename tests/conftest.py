@@ -12,6 +12,7 @@ import pytest
 import torch
 from guards import guards_fixture as guards_fixture
 
+from gpu_replay.loops.compiling import Loop, modules
 from gpu_replay.ops.launch import EMPTY_STRIDED
 
 # workers, and processes that tests start: a pool of threads for each of them is slower than none
@@ -40,6 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # two busy workers on two cores; a result must not depend on it, but the run time does
     torch.set_num_threads(1)
     config.stash[deselected] = dict.fromkeys(LEFT_OUT, 0)
+
+
+def pytest_sessionstart() -> None:
+    # in a fresh clone each worker of xdist compiles its share of the loops, and finds those of others on the disk
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        loops = [loop for module in modules() for loop in vars(module).values() if isinstance(loop, Loop)]
+        for loop in loops[int(worker.removeprefix("gw")) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
+            loop.compiled()
 
 
 def left_out(item: pytest.Item, full: bool) -> str | None:
