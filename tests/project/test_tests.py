@@ -27,6 +27,7 @@ KNOWN = {
     "checkpoint": "files are edited, cut off, written in small pieces and on disks that fail",
     "engines": "places of fields that a machine lacks, and mapped files that count what is read",
     "graphs": "graphs and streams without a GPU",
+    "loops.compiling": "each of two workers compiles half of the loops",
     "ops._backend": "which code a call is made of",
     "ops": "counters past 2^31 and their names, the sums above masses",
 }
@@ -57,6 +58,14 @@ def test_no_test_knows_the_inside_without_a_reason() -> None:
     assert {(file, name) for file, name in found if not known(name)} == set()
     # no reason outlives what it was given for
     assert [each for each in KNOWN if not any(f".{each}." in f"{name}." for _, name in found)] == []
+
+
+def test_ci_collects_every_test_of_the_contract() -> None:
+    command = re.search(r"-m contract (.+)\)", (ROOT / ".ci" / "run").read_text())
+    assert command
+    with_tests = {path.parent for path in TESTS.rglob("test_*.py") if "mark.contract" in path.read_text()}
+    # this file names the mark as well
+    assert with_tests - {Path(__file__).parent} == {ROOT / folder for folder in command[1].split()}
 
 
 # what a new class of `samplers.py` lacks
