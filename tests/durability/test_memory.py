@@ -170,13 +170,13 @@ def test_final_observations_take_what_they_are_given(device: str) -> None:
 
 @host_only
 def test_an_extend_reads_a_file_piece_by_piece(device: str, tmp_path: Path) -> None:
-    shape, stored = (40_000, 1, 1024), 100
+    shape, stored = (4_000, 1, 10_240), 100
     written = np.lib.format.open_memmap(tmp_path / "obs.npy", "w+", np.uint8, shape)
     written[-stored:] = np.arange(stored)[:, None, None] % 251
     written.flush()
     # read-only, as most are opened
     obs = np.load(tmp_path / "obs.npy", mmap_mode="r")
-    fields = {"obs": Field((1024,), torch.uint8), "action": Field((), torch.float32)}
+    fields = {"obs": Field(shape[2:], torch.uint8), "action": Field((), torch.float32)}
     buffer = TrajectoryReplayBuffer(stored, 1, fields, autoreset="next_step", sampler=Uniform(), device=device)
     none, zero = np.zeros(shape[:2], np.bool_), np.zeros(shape[:2], np.float32)
     # what is loaded at first use
