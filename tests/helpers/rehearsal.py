@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gpu_replay import Field
-from gpu_replay.bench import first_contact, kernel_inputs, main, measure, peers_suite, subjects
+from gpu_replay.bench import field, first_contact, kernel_inputs, main, measure, peers_suite, subjects
 from gpu_replay.ops.launch import EMPTY_STRIDED
 
 GPU = torch.device("cuda", 0)
@@ -449,6 +449,7 @@ def pretend() -> None:
     measure.CALLS_PER_GRAPH, subjects.CHECKED = 1, 8
     main.ATARI_ENVS, main.ATARI_BATCH, main.QUICK_STEPS = 40, 8, 12
     peers_suite.QUICK = peers_suite.Sizes((320,), 96, (8,), many=(16,))
+    field.QUICK = (16, 16, (64,))
     first_contact.SIZES.update(slots=330, batch=17, many=67, turns=2, calls=8)
     first_contact.STEPS["obs"] = Field((8, 8), torch.uint8)
     for name, feature in first_contact.FEATURES.items():
