@@ -181,6 +181,8 @@ def test_bad_input_is_one_line_and_exit_2_and_leaves_nothing(
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "stops.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(tmp_path)
+    # of the module that is imported
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (tmp_path / "other").mkdir()
     save_file({"weight": torch.zeros(2)}, tmp_path / "other" / "network.safetensors")
     ReplayBuffer(1, {"x": Field((), torch.bool)}, device="cpu").save(tmp_path / "saved")
