@@ -135,6 +135,7 @@ class Agent(nn.Module):
         self.explorer = Explorer(settings.persistence, num_envs, device, seed)
         self.updates = 0
         self._target_every, self._end_on_reward = settings.target_every, settings.end_on_reward
+        self._advantage_learning = settings.advantage_learning
         self._average_gradients = average
         # a CUDA graph needs the step size and the step count on the device
         cuda = device.type == "cuda"
@@ -189,9 +190,17 @@ class Agent(nn.Module):
         batch:  obs, action, weight.
         target: (B,) of `targets`.
 
+        With `advantage_learning` that share of the gap between the action's value and the best one, both of the online
+        network, is subtracted from the target. The best action keeps its value, and gaps grow by up to 1 / (1 - share),
+        so that errors of the network change the best action less often (Bellemare et al. 2016, "Increasing the Action
+        Gap: New Operators for Reinforcement Learning").
+
         Runs on the device alone, so it can be captured in a CUDA graph; call `after_updates` on the host afterwards.
         """
-        chosen = self.online(batch.obs).gather(1, batch.action[:, None]).squeeze(1)
+        values = self.online(batch.obs)
+        chosen = values.gather(1, batch.action[:, None]).squeeze(1)
+        if self._advantage_learning:
+            target = target - self._advantage_learning * (values.amax(1) - chosen).detach()
         loss = (batch.weight * functional.smooth_l1_loss(chosen, target, reduction="none")).mean()
         gradients = torch.autograd.grad(loss, self._weights)
         for weight, gradient in zip(self._weights, gradients, strict=True):

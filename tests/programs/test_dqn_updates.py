@@ -38,11 +38,12 @@ class Plain:
         values: Any = nn.Module.__call__,
         *,
         double: bool,
+        gap: float = 0.0,
         clip: float = math.inf,
         **adam: float,
     ) -> None:
         self.online, self.target = copy.deepcopy(online), copy.deepcopy(online)
-        self._values, self._double, self._clip = values, double, clip
+        self._values, self._double, self._gap, self._clip = values, double, gap, clip
         self._adam = torch.optim.Adam(self.online.parameters(), **adam)
 
     def update(self, batch: Columns) -> Columns:
@@ -52,6 +53,7 @@ class Plain:
             following = self._values(self.target, batch["next_obs"])
             chooser = self._values(self.online, batch["next_obs"]) if self._double else following
             target = batch["reward"] + batch["discount"] * following[rows, chooser.argmax(1)]
+            target -= self._gap * (values.max(1).values - values[rows, batch["action"]])
         chosen = values[rows, batch["action"]]
         size = (target - chosen).abs()
         loss = (batch["weight"] * torch.where(size < 1, size.square() / 2, size - 0.5)).mean()
@@ -99,7 +101,8 @@ def of_training(field: Field, **changes: Any) -> Subject:
         out = network.last(network.hidden(features.flatten(1)))
         return out[:, :1] + out[:, 1:] - out[:, 1:].mean(1, keepdim=True)
 
-    plain = Plain(agent.online, values, double=True, clip=10.0, lr=1e-3, eps=1e-5)
+    gap = changes.get("advantage_learning", 0.0)
+    plain = Plain(agent.online, values, double=True, gap=gap, clip=10.0, lr=1e-3, eps=1e-5)
 
     def updates() -> Iterator[tuple[Columns, Columns]]:
         for batch in batches:
@@ -180,6 +183,7 @@ def of_sb3(**settings: Any) -> Subject:
 PIXELS = Field((4, 44, 40), torch.uint8, torch.float32, 1 / 255)
 SUBJECTS: dict[str, tuple[Callable[..., Subject], dict[str, Any]]] = {
     "pong": (of_training, {"field": PIXELS, "network": "fine", "hidden": (32,), "whiten": True}),
+    "advantage": (of_training, {"field": Field((6,), torch.float32), "hidden": (16,), "advantage_learning": 0.9}),
     "cosine": (of_training, {"field": PIXELS, "network": "cosine", "hidden": (32,), "whiten": True}),
     "vectors": (of_training, {"field": Field((6,), torch.float32), "hidden": (16, 16)}),
     # hidden layers whose products are computed by NumPy, by torch, and by both
