@@ -228,9 +228,11 @@ class Trainer:
         progress, settings = self.progress, self.settings
         # an evaluation or row that an interruption skipped comes first
         if progress.step >= progress.next_evaluation and self.agent.updates:
-            if settings.eval_from is None or self._recent_return() >= settings.eval_from:
+            ready = settings.eval_from is None or self._recent_return() >= settings.eval_from
+            if ready:
                 self._evaluate(whole=False)
-            progress.next_evaluation += settings.eval_every
+            # a return that rises meanwhile is noticed with the next row
+            progress.next_evaluation += settings.eval_every if ready else min(settings.eval_every, settings.log_every)
         if progress.step >= progress.next_row:
             progress.next_row += settings.log_every
             self._log()

@@ -65,6 +65,16 @@ def test_a_run_ends_and_is_evaluated_when_it_should(name: str, changes: Any, rea
     assert math.isnan(events.rows[-1]["return_mean"]) == (name == "device-pong")
 
 
+def test_an_evaluation_that_waits_comes_with_the_row_after_the_return_rose(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"steps": 4_000, "eval_every": 1_000, "eval_from": 0.5, "log_every": 320}
+    trainer, events, steps = make_trainer(**settings, **SHORT["catch"]), Events(), []
+    monkeypatch.setattr(trainer, "_recent_return", lambda: 1.0 if trainer.step >= 1_700 else -1.0)
+    monkeypatch.setattr(events, "evaluated", lambda step, *_: steps.append(step))
+    trainer.run(events, StopRequest())
+    # due from 1,000 on and asked for at 1,320, 1,640 and 1,960; the next ones are due 1,000 steps after that
+    assert steps == [1_984, 2_976, 3_968, 4_000]
+
+
 def test_rates_counts_and_priorities_agree(catch_run: Path) -> None:
     last, saved = read_rows(catch_run)[-1], latest(catch_run / "checkpoint")
     assert saved is not None
