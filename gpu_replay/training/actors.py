@@ -79,15 +79,15 @@ class Collector:
         self._actors = Actors(environment.make(num_envs, alone, CPU), CPU)
         spec = self._actors.environment.spec
         self._network = QNetwork(spec.stacked, spec.num_actions, settings, spec.bounds)
-        self._explorer = Explorer(settings.persistence > 0, num_envs, CPU, seed)
+        self._explorer = Explorer(settings.persistence, num_envs, CPU, seed)
         self._actors.reset(seed)
         self._return, self._length = np.zeros(num_envs), np.zeros(num_envs)
 
     @torch.no_grad()
-    def collect(self, weights: Mapping[str, np.ndarray], exploration: tuple[float, float]) -> Chunk:
-        """Step all environments for one chunk with these weights; `exploration` is what the explorer follows."""
+    def collect(self, weights: Mapping[str, np.ndarray], epsilon: float) -> Chunk:
+        """Step all environments for one chunk with these weights."""
         self._network.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
-        self._explorer.follow(*exploration)
+        self._explorer.set_epsilon(epsilon)
         actors, stack = self._actors, self._actors.stack
         rows: list[dict[str, np.ndarray]] = []
         finals: list[Any] = []
@@ -193,13 +193,13 @@ class Fleet:
         # the newest weights, and when they were sent
         self._weights, self._sent = None, -WEIGHTS_SECONDS
 
-    def receive(self, agent: Agent, exploration: tuple[float, float], wait: float = PATIENCE) -> list[Chunk]:
-        """Return the chunks that have arrived, waiting at most `wait` seconds; their actors go on exploring like this.
+    def receive(self, agent: Agent, epsilon: float, wait: float = PATIENCE) -> list[Chunk]:
+        """Return the chunks that have arrived, waiting at most `wait` seconds; their actors go on with this epsilon.
 
         The agent's weights are sent first if the last copy is old enough.
         Raises UserError if an actor's environment or network fails, or if it keeps dying before its first chunk.
         """
-        ray, self._exploration = self._ray, exploration
+        ray, self._epsilon = self._ray, epsilon
         self._publish(agent)
         refs = list(self._pending)
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
@@ -251,7 +251,7 @@ class Fleet:
 
     def _ask(self, number: int) -> None:
         call = self._actors[number].collect.remote
-        ref = call(self._weights, self._exploration)
+        ref = call(self._weights, self._epsilon)
         self._pending[ref] = number, self._lives[number]
 
     def _replace(self, number: int, reason: str) -> None:

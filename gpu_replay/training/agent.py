@@ -44,8 +44,6 @@ def greedy_actions(values: Tensor, epsilon: float | Tensor, generator: torch.Gen
 class Explorer(nn.Module):
     """Epsilon-greedy actions in `E` environments, each random one repeated in the next step with some probability.
 
-    persists: whether actions may be repeated.
-
     In environments where one random action undoes the previous one (Acrobot, MountainCar), independent random actions
     lead nowhere: of 30 random episodes of Acrobot-v1 none reached the goal within 500 steps, and 13 did when each
     action was repeated with probability 0.8. In the long run a share `epsilon` of all actions is random, whatever the
@@ -58,39 +56,32 @@ class Explorer(nn.Module):
     """
 
     begin: Tensor
-    persistence: Tensor
     random: Tensor
     exploring: Tensor
 
-    def __init__(self, persists: bool, num_envs: int, device: torch.device, seed: int) -> None:
+    def __init__(self, persistence: float, num_envs: int, device: torch.device, seed: int) -> None:
         super().__init__()
         self.generator = torch.Generator(device=device).manual_seed(seed)
-        self._persists = persists
-        # the probability that exploration begins in a step that repeats no action, and that of a repetition
+        self._persistence = persistence
+        # the probability that exploration begins in a step that repeats no action
         self.register_buffer("begin", torch.zeros((), device=device))
-        self.register_buffer("persistence", torch.zeros((), device=device), persistent=False)
         self.register_buffer("random", torch.zeros(num_envs, dtype=torch.int64, device=device))
         self.register_buffer("exploring", torch.zeros(num_envs, dtype=torch.bool, device=device))
 
-    def follow(self, epsilon: float, persistence: float) -> None:
-        """Set the share of random actions and the probability that one is repeated, for captured graphs too.
-
-        Both are 0 before the first call. Without `persists` none is repeated.
-        """
-        persistence *= self._persists
-        self.persistence.fill_(persistence)
+    def set_epsilon(self, epsilon: float) -> None:
+        """Set the share of random actions, for captured graphs too; it is 0 before the first call."""
         # with this probability a share `epsilon` of all steps explores
-        self.begin.fill_(epsilon * (1 - persistence) / (1 - epsilon * persistence))
+        self.begin.fill_(epsilon * (1 - self._persistence) / (1 - epsilon * self._persistence))
 
     @torch.no_grad()
     def choose(self, values: Tensor) -> Tensor:
         """Choose actions (E,) int64 by values (E, actions)."""
-        if not self._persists:
+        if self._persistence <= 0:
             return greedy_actions(values, self.begin, self.generator)
         count, actions = values.shape
         fresh = torch.randint(actions, (count,), generator=self.generator, device=values.device)
         chance = torch.rand((2, count), generator=self.generator, device=values.device)
-        persisting = self.exploring & (chance[0] < self.persistence)
+        persisting = self.exploring & (chance[0] < self._persistence)
         self.random.copy_(torch.where(persisting, self.random, fresh))
         # with an epsilon of 0 no action is repeated either
         self.exploring.copy_((persisting | (chance[1] < self.begin)) & (self.begin > 0))
@@ -141,7 +132,7 @@ class Agent(nn.Module):
         self.target = copy.deepcopy(self.online).requires_grad_(False)
         self.averaged = copy.deepcopy(self.target) if settings.ema_updates else None
         self.target.lower()
-        self.explorer = Explorer(settings.persistence > 0, num_envs, device, seed)
+        self.explorer = Explorer(settings.persistence, num_envs, device, seed)
         self.updates = 0
         self._target_every, self._end_on_reward = settings.target_every, settings.end_on_reward
         self._advantage_learning = settings.advantage_learning
@@ -234,10 +225,10 @@ class Agent(nn.Module):
             for target, weight in zip(self.target.parameters(), self._weights, strict=True):
                 target.copy_(weight)
 
-    def follow(self, learning_rate: float, epsilon: float, persistence: float) -> None:
-        """Set the learning rate and what the explorer follows, for captured graphs too."""
+    def follow(self, learning_rate: float, epsilon: float) -> None:
+        """Set the learning rate and the share of random actions, for captured graphs too."""
         self._rate = self._rate.fill_(learning_rate) if isinstance(self._rate, Tensor) else learning_rate
-        self.explorer.follow(epsilon, persistence)
+        self.explorer.set_epsilon(epsilon)
 
     def means(self) -> tuple[float, float, float]:
         """Mean loss, absolute TD error and value since the last call; NaN without updates in between."""

@@ -256,7 +256,7 @@ def closing_lines(summary: dict[str, Any], folder: Path) -> str:
     lines = [
         f"{{env}}, {reason}: {quality if summary['eval_episodes'] else 'not evaluated yet'}",
         "training episodes explore: return {train_return_mean:.2f} with {epsilon:.3g} of the actions random"
-        + ", each repeated with probability {persistence:.3g}" * (summary["persistence"] > 0)
+        + ", each repeated with probability {persistence:g}" * (summary["persistence"] > 0)
         if summary["episodes"]
         else "no training episode has ended yet",
         "{steps:,} steps and {updates:,} updates in {wall_seconds:.1f} s: {steps_per_second:,.0f} steps/s, "
@@ -293,7 +293,6 @@ def draw_curve(path: Path, title: str, rows: Sequence[Row], threshold: float | N
     returns, lengths, random = axes[:, 0]
     greedy = f"{settings.eval_epsilon:g} of the actions random" if settings.eval_epsilon else "greedy"
     repeated = f", repeated with probability {settings.persistence:g}" if settings.persistence else ""
-    repeated += " at first" if repeated and settings.persistence_steps else ""
     training = f"training, which explores: mean of the last {settings.return_window} episodes"
     point = {"marker": "o", "markersize": 4, "linewidth": 1}
     lines = [

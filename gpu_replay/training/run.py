@@ -423,7 +423,7 @@ def summarize(
         "train_return_mean": last["return_mean"],
         "train_length_mean": last["length_mean"],
         "epsilon": last["epsilon"],
-        "persistence": trainer.persistence(progress.step),
+        "persistence": trainer.settings.persistence,
         "steps_per_second": progress.step / wall_seconds,
         "updates_per_second": trainer.agent.updates / wall_seconds,
         "replay_share": shares["replay"],

@@ -178,14 +178,6 @@ class Trainer:
         settings = self.settings
         return self._early(step) if step < settings.epsilon_steps else self._late(step - settings.epsilon_steps)
 
-    def persistence(self, step: int) -> float:
-        """The probability that a random action is repeated at environment step `step`."""
-        steps = self.settings.persistence_steps
-        return self.settings.persistence * (max(0.0, 1 - step / steps) if steps else 1.0)
-
-    def _exploration(self, step: int) -> tuple[float, float]:
-        return self.epsilon(step), self.persistence(step)
-
     # the loop
 
     def run(
@@ -266,7 +258,7 @@ class Trainer:
         learns = progress.added - progress.lost - self._open_windows >= settings.warmup and settings.updates > 0
         self.watch.begin()
         # applies to the actions chosen after this step
-        agent.follow(self._rate(progress.step), *self._exploration(progress.step + stride))
+        agent.follow(self._rate(progress.step), self.epsilon(progress.step + stride))
         if learns and settings.whiten and not agent.updates:
             self._fit_whitening()
         if self.fleet is not None:
@@ -369,7 +361,7 @@ class Trainer:
             self._learn()
             self.agent.after_updates(settings.updates)
             return
-        chunks = fleet.receive(self.agent, self._exploration(progress.step))
+        chunks = fleet.receive(self.agent, self.epsilon(progress.step))
         self.watch.lap("env")
         for chunk in chunks:
             reward = np.sign(chunk.steps["reward"]) if settings.clip_reward else chunk.steps["reward"]
@@ -387,7 +379,7 @@ class Trainer:
     def _begin(self, seed: int) -> None:
         """Start new episodes, and choose the first actions."""
         self._actors.reset(seed)
-        self.agent.follow(self._rate(self.progress.step), *self._exploration(self.progress.step))
+        self.agent.follow(self._rate(self.progress.step), self.epsilon(self.progress.step))
         self._actions.copy_(self.agent.act(self._actors.stack.obs))
 
     @property

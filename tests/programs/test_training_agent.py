@@ -178,8 +178,8 @@ def test_bounded_components_are_mapped_and_unbounded_ones_are_not() -> None:
 
 def of_training(persistence: float, epsilon: float) -> Callable[[], Tensor]:
     """Actions of 400 environments at a time, -1 for the greedy one, which is the last of 51."""
-    explorer, values = Explorer(persistence > 0, 400, CPU, seed=0), torch.arange(51.0).repeat(400, 1)
-    explorer.follow(epsilon, persistence)
+    explorer, values = Explorer(persistence, 400, CPU, seed=0), torch.arange(51.0).repeat(400, 1)
+    explorer.set_epsilon(epsilon)
 
     def choose() -> Tensor:
         chosen = explorer.choose(values)
@@ -300,9 +300,6 @@ def test_schedules_go_from_start_to_end_and_stay() -> None:
     found = [trainer.epsilon(step) for step in (0, 50, 100, 200, 300, 1000)]
     assert found == pytest.approx([1, 0.525, 0.05, 0.03, 0.01, 0.01])
     assert make_trainer(eval_episodes=1, epsilon_end=0.05, epsilon_steps=100).epsilon(10**7) == pytest.approx(0.05)
-    repeats = make_trainer(eval_episodes=1, persistence=0.8, persistence_steps=200)
-    assert [repeats.persistence(step) for step in (0, 50, 200, 1000)] == pytest.approx([0.8, 0.6, 0, 0])
-    assert make_trainer(eval_episodes=1, persistence=0.8).persistence(10**7) == 0.8
     rates = {"learning_rate": 1e-3, "learning_rate_end": 0.0, "log_every": 320, "eval_episodes": 1}
     _, events, _ = train(steps=640, warmup=320, eval_every=9_999, **rates)
     assert [row["learning_rate"] for row in events.rows] == pytest.approx([5e-4, 0.0])

@@ -22,7 +22,7 @@ GAMES: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "catch",
         {**SMALL, "num_envs": 6, "warmup": 20, "target_every": 3, "persistence": 0.5, "clip_reward": True}
-        | {"end_on_reward": True, "persistence_steps": 150},
+        | {"end_on_reward": True},
     ),
     (
         "device-pong",

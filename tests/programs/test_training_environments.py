@@ -325,7 +325,7 @@ def test_every_row_of_every_chunk_is_a_step_of_the_game() -> None:
     lengths: list[float] = []
     # of two actors by turns, and more than the ring holds
     for turn in range(6):
-        chunk = collectors[turn % 2].collect(weights, (0.5, 0.0))
+        chunk = collectors[turn % 2].collect(weights, 0.5)
         steps = {name: unpack(value) for name, value in chunk.steps.items()}
         assert steps["action"].shape == (CHUNK, ENVS)
         # sent compressed
@@ -361,5 +361,5 @@ def test_new_weights_act_from_the_next_chunk_on_which_is_longer_where_frames_are
     for best in (0, 2):
         # the value, then an advantage for each action
         weights |= {"last.weight": weights["last.weight"] * 0, "last.bias": np.eye(4, dtype=np.float32)[1 + best]}
-        actions = collector.collect(weights, (0.0, 0.0)).steps["action"]
+        actions = collector.collect(weights, 0.0).steps["action"]
         assert (actions.shape, (actions == best).all()) == ((128, ENVS), True)

@@ -59,7 +59,7 @@ def receive(fleet: Fleet, count: int, seconds: float = PATIENCE) -> list[Chunk]:
     found: list[Chunk] = []
     deadline = time.monotonic() + seconds
     while len(found) < count:
-        found += fleet.receive(AGENT, (0.5, 0.0))
+        found += fleet.receive(AGENT, 0.5)
         assert time.monotonic() < deadline
     return found
 
@@ -72,7 +72,7 @@ def test_a_killed_actor_is_replaced_and_what_it_sent_is_kept(fleets: Any, capfd:
     ray.wait(list(fleet._pending), num_returns=2, timeout=30)
     os.kill(process, signal.SIGKILL)
     time.sleep(1)
-    assert len(fleet.receive(AGENT, (0.5, 0.0), wait=0.0)) == 2
+    assert len(fleet.receive(AGENT, 0.5, wait=0.0)) == 2
     receive(fleet, 3)
     assert fleet.restarts == 1
     assert collectors() != [process]
