@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
                 for done, episodes in run_all(make_run, tasks, jobs, stop):
                     folder.keep(done, episodes)
         finally:
-            folder.note({**settings, "wall_seconds": round(before + time.perf_counter() - began, 1)})
+            folder.note({**settings, "wall_seconds": round(before + time.perf_counter() - began, 3)})
         if (kept := len(folder.finished(runs))) < len(runs):
             told = f"interrupted with {kept} of {len(runs)} runs finished; the same command continues from there."
             print(f"gpu-replay study: {told}", file=sys.stderr)
